@@ -1,0 +1,130 @@
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The target's side: what a draft borrows from it (embedding, output head) and reads in it (context features)."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+
+class ContextCapture:
+    """
+    Raw outputs of chosen target layers during the last target pass.
+
+    Filled by forward hooks, so no other layer's states are kept. Hooks sit on the shared target; a capture listens
+    only to the thread that opened it, so several threads may generate with one target.
+    """
+
+    def __init__(self, layer_ids: list[int]):
+        self.layer_ids = layer_ids
+        self._outputs: dict[int, torch.Tensor] = {}
+        self._thread = threading.get_ident()
+
+    def hook(self, layer_id: int):
+        def keep(module, args, output):
+            if threading.get_ident() == self._thread:
+                # Some decoder layers return a tuple, hidden states first.
+                self._outputs[layer_id] = output[0] if isinstance(output, tuple) else output
+
+        return keep
+
+    def take(self, start: int, stop: int | None, device: torch.device) -> torch.Tensor:
+        """
+        Context features of positions `start..stop` of the last pass: `[N, stop - start, T * H]`, layers concatenated
+        on the last dimension, on `device`. The pass's outputs are then forgotten, so that nothing large stays alive.
+        """
+        states = [self._outputs[i][:, start:stop].to(device) for i in self.layer_ids]
+        self._outputs.clear()
+        return torch.cat(states, dim=-1)
+
+
+class TargetParts:
+    """
+    The frozen parts of a target that a draft needs. Holds references only; nothing of the target is changed.
+
+    Args:
+        target (`PreTrainedModel`): any decoder-only causal LM of transformers.
+
+    Raises:
+        ValueError: when the target has no input embedding, no output head or no list of decoder layers.
+    """
+
+    def __init__(self, target: PreTrainedModel):
+        self.config = target.config.get_text_config(decoder=True)
+        self.embedding = target.get_input_embeddings()
+        self.output_head = target.get_output_embeddings()
+        if self.embedding is None or self.output_head is None:
+            missing = "input embedding" if self.embedding is None else "output head"
+            raise ValueError(
+                f"{type(target).__name__} has no {missing}, which a Domino draft borrows: pass a causal LM "
+                "(AutoModelForCausalLM), not a bare backbone."
+            )
+        self.layers = decoder_layers(target)
+
+    def embed(self, token_ids: torch.LongTensor) -> torch.Tensor:
+        """Target embeddings `[..., H]` of `token_ids` `[...]`, as the target's first layer receives them."""
+        embeds = self.embedding(token_ids)
+        # Targets that scale inside their embedding module have done it by now; this one scales in its forward.
+        scale = getattr(self.config, "embedding_multiplier", None)
+        return embeds if scale is None else embeds * scale
+
+    def logits(self, hidden: torch.Tensor, token_ids: torch.LongTensor | None = None) -> torch.Tensor:
+        """
+        Base logits: the target's output head, with the target's own scaling and capping.
+
+        Args:
+            hidden (`torch.Tensor` of shape `[..., H]`): draft hidden states; cast to the head's dtype and device.
+            token_ids (`torch.LongTensor` of shape `[K]`, *optional*): score only these ids.
+
+        Returns:
+            `[..., V]`, or `[..., K]`.
+        """
+        weight = self.output_head.weight
+        hidden = hidden.to(device=weight.device, dtype=weight.dtype)
+        if token_ids is None:
+            logits = self.output_head(hidden)
+        else:
+            bias = getattr(self.output_head, "bias", None)
+            logits = F.linear(hidden, weight[token_ids], None if bias is None else bias[token_ids])
+        if (scale := getattr(self.config, "logit_scale", None)) is not None:
+            logits = logits * scale
+        if (divisor := getattr(self.config, "logits_scaling", None)) is not None:
+            logits = logits / divisor
+        if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    @contextmanager
+    def capture(self, layer_ids: list[int]) -> Iterator[ContextCapture]:
+        """Listen to `layer_ids` (zero-based decoder layers) for as long as the context is open."""
+        capture = ContextCapture(layer_ids)
+        handles = [self.layers[i].register_forward_hook(capture.hook(i)) for i in layer_ids]
+        try:
+            yield capture
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
+    """
+    The target's list of decoder layers, wherever its architecture keeps it.
+
+    Raises:
+        ValueError: when no module list of the target has `num_hidden_layers` entries.
+    """
+    depth = target.config.get_text_config(decoder=True).num_hidden_layers
+    decoder = target.get_decoder() or target
+    for root in (decoder, target):
+        lists = [m for m in root.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
+        if lists:
+            return lists[0]
+    raise ValueError(
+        f"{type(target).__name__} has no list of {depth} decoder layers (`num_hidden_layers`): a Domino draft cannot "
+        "read its context features from this architecture."
+    )
