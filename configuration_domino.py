@@ -85,8 +85,6 @@ class DominoConfig(Qwen3Config):
 
     def __post_init__(self, **kwargs):
         self._merge_nested(kwargs.pop("dflash_config", None) or {})
-        # Derived again by `to_dict`.
-        kwargs.pop("auto_map", None)
         # Qwen3Config forgets the window unless this switch is on; a file may list sliding layers without it.
         if self.layer_types is not None and "sliding_attention" in self.layer_types:
             self.use_sliding_window = True
@@ -113,11 +111,6 @@ class DominoConfig(Qwen3Config):
     def has_head(self) -> bool:
         """Whether the draft has the Domino head."""
         return self.projector_type == "domino"
-
-    @property
-    def num_proposals(self) -> int:
-        """Proposals per round by default: `block_size - 1`, the count the public engines draft."""
-        return self.block_size - 1
 
     def validate_draft(self):
         """Cross-field rules of a draft; runs with the other validators when the config is made."""
@@ -175,6 +168,7 @@ class DominoConfig(Qwen3Config):
         output["model_type"] = "qwen3"
         # SGLang resolves the draft by this name; transformers goes by `auto_map`.
         output["architectures"] = ["DFlashDraftModel"]
+        # A config loaded from the Hub carries the repository's name in here; a saved folder must name its own files.
         output["auto_map"] = dict(AUTO_MAP)
         if "sliding_attention" not in self.layer_types:
             output.pop("sliding_window_rule")

@@ -29,7 +29,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from .configuration_domino import DominoConfig
-from .generation import DominoGenerationMixin
+from .generation import DominoDecodingMixin
 
 # Names under which other trainers store the same tensors.
 _FOREIGN_KEYS = {
@@ -150,7 +150,7 @@ def block_mask(
     return distance.abs() < window
 
 
-class DominoDraftModel(PreTrainedModel, DominoGenerationMixin):
+class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
     """
     The draft: a few parallel layers fed with the target's hidden states, and the Domino head.
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 class ContextCapture:
     """
-    Raw outputs of chosen target layers during the last target pass.
+    Raw outputs of chosen target layers, as the target reads.
 
     Filled by forward hooks, so no other layer's states are kept. Hooks sit on the shared target; a capture listens
     only to the thread that opened it, so several threads may generate with one target.
@@ -22,24 +22,26 @@ class ContextCapture:
 
     def __init__(self, layer_ids: list[int]):
         self.layer_ids = layer_ids
-        self._outputs: dict[int, torch.Tensor] = {}
+        self._outputs: dict[int, list[torch.Tensor]] = {i: [] for i in layer_ids}
         self._thread = threading.get_ident()
 
     def hook(self, layer_id: int):
         def keep(module, args, output):
             if threading.get_ident() == self._thread:
                 # Some decoder layers return a tuple, hidden states first.
-                self._outputs[layer_id] = output[0] if isinstance(output, tuple) else output
+                self._outputs[layer_id].append(output[0] if isinstance(output, tuple) else output)
 
         return keep
 
     def take(self, start: int, stop: int | None, device: torch.device) -> torch.Tensor:
         """
-        Context features of positions `start..stop` of the last pass: `[N, stop - start, T * H]`, layers concatenated
-        on the last dimension, on `device`. The pass's outputs are then forgotten, so that nothing large stays alive.
+        Context features of positions `start..stop` of what the target has read since the last `take` (several passes
+        when the prompt is read in chunks): `[N, stop - start, T * H]`, layers concatenated on the last dimension, on
+        `device`. They are then forgotten, so that nothing large stays alive.
         """
-        states = [self._outputs[i][:, start:stop].to(device) for i in self.layer_ids]
-        self._outputs.clear()
+        states = [torch.cat(self._outputs[i], dim=1)[:, start:stop].to(device) for i in self.layer_ids]
+        for passes in self._outputs.values():
+            passes.clear()
         return torch.cat(states, dim=-1)
 
 

@@ -13,8 +13,8 @@ a head that trains from the start starves it. Source: arXiv 2605.29707, section 
 from dataclasses import dataclass, field
 
 import torch
-from torch.nn import functional as F
 
+from ..configuration_domino import DominoConfig
 from ..generation.context import TargetParts
 from ..modeling_domino import DominoDraftModel
 from .blocks import Blocks, block_attention_masks
@@ -58,9 +58,18 @@ def teacher_forced_hidden(
     blocks: Blocks,
     anchors: torch.LongTensor,
     context_hidden_states: torch.Tensor,
+    config: DominoConfig | None = None,
 ) -> torch.Tensor:
-    """One backbone pass over all blocks: draft hidden `[N, A, B, H]`. `context_hidden_states` is `[N, S, T * H]`."""
-    masks = block_attention_masks(anchors, blocks.keep, context_hidden_states.shape[1], draft.config)
+    """
+    One backbone pass over all blocks: draft hidden `[N, A, B, H]`.
+
+    Args:
+        draft: the draft, or what a trainer has wrapped around it; then `config` is the draft's.
+        target (`TargetParts`): lends the embedding.
+        blocks, anchors: of the batch.
+        context_hidden_states (`torch.Tensor` of shape `[N, S, T * H]`): features of every position.
+    """
+    masks = block_attention_masks(anchors, blocks.keep, context_hidden_states.shape[1], config or draft.config)
     hidden = draft(
         noise_embeds=target.embed(blocks.block_ids),
         context_hidden_states=context_hidden_states,
@@ -110,12 +119,11 @@ def domino_loss(
     # Only positions with a label are worth their vocabulary-wide logits.
     hidden, labels, weight = draft_hidden[counted], labels[counted], weights[counted]
     base_logits = target.logits(hidden, token_ids)
-    base_ce = F.cross_entropy(base_logits.float(), labels, reduction="none")
-    final_ce, final_hit = base_ce, base_hit = base_ce, base_logits.argmax(-1) == labels
+    base_ce, base_hit = _cross_entropy(base_logits, labels)
+    final_ce, final_hit = base_ce, base_hit
     if draft.config.has_head:
         final_logits = base_logits + _correction(draft, target, blocks, draft_hidden, counted, token_ids)
-        final_ce = F.cross_entropy(final_logits.float(), labels, reduction="none")
-        final_hit = final_logits.argmax(-1) == labels
+        final_ce, final_hit = _cross_entropy(final_logits, labels)
 
     total = weight.sum() + 1e-6
     base_loss, final_loss = (base_ce * weight).sum() / total, (final_ce * weight).sum() / total
@@ -143,6 +151,14 @@ def acceptance_lengths(hits: torch.BoolTensor, shift_label: bool) -> torch.LongT
     """
     first = 0 if shift_label else 1
     return 1 + hits[..., first:].long().cumprod(-1).sum(-1)
+
+
+def _cross_entropy(logits: torch.Tensor, labels: torch.LongTensor) -> tuple[torch.Tensor, torch.BoolTensor]:
+    """Cross-entropy in float32 and whether the label has the best logit, in two passes over `[M, V]`: a separate
+    argmax would cost as much as the loss itself."""
+    logits = logits.float()
+    label_logits = logits.gather(-1, labels[:, None])[:, 0]
+    return logits.logsumexp(-1) - label_logits, label_logits >= logits.detach().amax(-1)
 
 
 def _correction(draft, target, blocks, draft_hidden, counted, token_ids):

@@ -1,0 +1,202 @@
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How does a draft plug into `generate`? One dispatch on the host's side, one mixin on the draft's.
+
+`generate` picks its decoding method on the target's class and hands a foreign assistant neither hidden states nor the
+target. So two methods of `GenerationMixin` are wrapped, once per process: an assistant that has an
+`assisted_decoding` method of its own gets the call, with everything that `generate` prepared; every other call goes
+on untouched. The wrappers know no class of ours, so copies of this module (as package and as remote code) share them.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from .compat import DominoGenerateOutput
+from .loop import check_supported, domino_decoding
+from .remote_code import write_code
+
+_MARK = "_hands_over_to_assistant"
+
+
+def register():
+    """Make `target.generate(assistant_model=draft)` reach the draft's own decoding. Safe to call any number of times."""
+    decoding, validation = GenerationMixin._assisted_decoding, GenerationMixin._validate_generation_mode
+
+    @functools.wraps(decoding)
+    def assisted_decoding(self, input_ids, *args, assistant_model=None, **kwargs):
+        own = getattr(assistant_model, "assisted_decoding", None)
+        if own is None:
+            return decoding(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
+        return own(self, input_ids, *args, **kwargs)
+
+    @functools.wraps(validation)
+    def validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+        own = getattr(generation_mode_kwargs.get("assistant_model"), "validate_assisted_decoding", None)
+        # With `speculation_type` the user asks for the host's own loop around our backbone.
+        if own is None or getattr(generation_config, "speculation_type", None) is not None:
+            return validation(self, generation_mode, generation_config, generation_mode_kwargs)
+        return own(self, generation_config)
+
+    for name, method in (
+        ("_assisted_decoding", assisted_decoding),
+        ("_validate_generation_mode", validate_generation_mode),
+    ):
+        if not hasattr(getattr(GenerationMixin, name), _MARK):
+            setattr(method, _MARK, True)
+            setattr(GenerationMixin, name, method)
+
+
+class DominoDecodingMixin:
+    """What a draft offers at generation time; mixed into [`DominoDraftModel`]."""
+
+    config: Any
+
+    def assisted_decoding(
+        self,
+        target: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: BaseStreamer | None = None,
+        inputs_tensor: torch.Tensor | None = None,
+        assistant_tokenizer: Any = None,
+        tokenizer: Any = None,
+        **model_kwargs,
+    ) -> DominoGenerateOutput | torch.LongTensor:
+        """
+        What `target.generate(..., assistant_model=draft)` runs; see [`domino_decoding`]. Not called by hand.
+
+        Raises:
+            ValueError: before any compute, when an option or the pair of models is not supported.
+        """
+        if synced_gpus:
+            raise ValueError(
+                "Generation with a Domino draft does not support synced_gpus=True (ZeRO-3 or FSDP sharded targets): "
+                "pass synced_gpus=False, or drop the draft."
+            )
+        return domino_decoding(
+            self, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer, **model_kwargs
+        )
+
+    def decode(
+        self,
+        target: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        use_head: bool = True,
+        **model_kwargs,
+    ) -> DominoGenerateOutput | torch.LongTensor:
+        """
+        The same loop as a `custom_generate` callable, for those who dislike the registration:
+
+            target.generate(**inputs, custom_generate=draft.decode)
+            target.generate(**inputs, custom_generate=draft.decode, use_head=False)  # the DFlash ablation
+
+        transformers gives such a callable no `streamer`: use `assistant_model=draft` to stream.
+
+        Args:
+            use_head (`bool`): `False` proposes from the base logits alone.
+
+        Raises:
+            ValueError: before any compute, when an option or the pair of models is not supported.
+        """
+        model_kwargs.pop("synced_gpus", None)
+        return domino_decoding(
+            self,
+            target,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            use_head=use_head,
+            **model_kwargs,
+        )
+
+    def spec_generate(
+        self,
+        input_ids: torch.LongTensor,
+        target: PreTrainedModel,
+        stop_token_ids: list[int] | None = None,
+        temperature: float = 0.0,
+        **kwargs,
+    ) -> DominoGenerateOutput | torch.LongTensor:
+        """
+        `target.generate` under the name and arguments of the authors' script.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `[1, S]`): the prompt.
+            target (`PreTrainedModel`): the model to speed up.
+            stop_token_ids (`list[int]`, *optional*): ids that end the answer; default: the target's own.
+            temperature (`float`): 0 is greedy, the one mode that is supported.
+            kwargs: any argument of `generate`.
+        """
+        if stop_token_ids is not None:
+            kwargs["eos_token_id"] = stop_token_ids
+        if temperature > 0:
+            kwargs.update(do_sample=True, temperature=temperature)
+        else:
+            kwargs.setdefault("do_sample", False)
+        return target.generate(input_ids, assistant_model=self, **kwargs)
+
+    def validate_assisted_decoding(self, target: PreTrainedModel, generation_config: GenerationConfig):
+        """What `generate` asks before it prepares anything: does this draft fit this target and these options?"""
+        check_supported(generation_config, batch_size=1)
+        self.check_target(target)
+
+    def check_target(self, target: PreTrainedModel):
+        """
+        Raise unless this draft belongs to `target`, as far as shapes can tell.
+
+        Raises:
+            ValueError: naming the quantity and its value on both sides.
+        """
+        if target.config.is_encoder_decoder:
+            raise ValueError(
+                f"{type(target).__name__} is an encoder-decoder; a Domino draft assists decoder-only causal LMs only."
+            )
+        config, theirs = self.config, target.config.get_text_config(decoder=True)
+        embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+        pairs = [
+            ("hidden size", "hidden_size", config.hidden_size, theirs.hidden_size),
+            ("depth", "num_target_layers", config.num_target_layers, theirs.num_hidden_layers),
+        ]
+        if head is not None:
+            pairs.append(("vocabulary", "vocab_size", config.vocab_size, head.weight.shape[0]))
+        for what, name, ours, their in pairs:
+            if ours is not None and ours != their:
+                raise ValueError(
+                    f"This draft was made for a target whose {what} is {ours} (`{name}` in its config), but "
+                    f"{type(target).__name__} has {their}: use the draft of this target, or the target of this draft."
+                )
+        if embedding is not None and config.mask_token_id >= embedding.weight.shape[0]:
+            raise ValueError(
+                f"The draft's `mask_token_id` is {config.mask_token_id}, but the embedding of {type(target).__name__} "
+                f"has {embedding.weight.shape[0]} rows: use the draft of this target."
+            )
+        if max(config.target_layer_ids) >= theirs.num_hidden_layers:
+            raise ValueError(
+                f"The draft reads the target layers {config.target_layer_ids} (`target_layer_ids`), but "
+                f"{type(target).__name__} has {theirs.num_hidden_layers}: use the draft of this target."
+            )
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoModel"):
+        """Nothing to do: `save_pretrained` writes this class's code and `auto_map` itself, however it was loaded."""
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """
+        Write a folder that works alone: weights, config in both layouts, and the code for `trust_remote_code=True`.
+        Takes what [`~transformers.PreTrainedModel.save_pretrained`] takes.
+        """
+        # Keys are always the contract's, also when the draft was read from a file with other names.
+        kwargs.setdefault("save_original_format", False)
+        super().save_pretrained(save_directory, *args, **kwargs)
+        write_code(save_directory)

@@ -1,0 +1,43 @@
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What differs between the supported versions of transformers (5.17 to 5.24), in one place."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.cache_utils import Cache
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+# Up to 5.23 models take and return their cache as `past_key_values`, from 5.24 on as `cache`.
+CACHE_NAME = "cache" if "cache" in {f.name for f in fields(GenerateDecoderOnlyOutput)} else "past_key_values"
+
+
+def layer_names(cache: Cache) -> list[str]:
+    """Class names of the layers of `cache` that cannot be cropped."""
+    return sorted({type(layer).__name__ for layer in cache.layers if not layer.is_croppable})
+
+
+@dataclass
+class DominoGenerateOutput(GenerateDecoderOnlyOutput):
+    """
+    What `generate` returns with `return_dict_in_generate=True`: transformers' own output, and
+
+    Attributes:
+        acceptance_lengths (`torch.LongTensor` of shape `[rounds]`): tokens committed by each round (accepted
+            proposals and the bonus token; fewer where a stop cut the round). The first token of all comes from the
+            prefill and is not counted, so that the sum is the number of new tokens less one.
+    """
+
+    acceptance_lengths: torch.LongTensor | None = None
+
+
+def default_num_assistant_tokens() -> int | None:
+    """The `num_assistant_tokens` that `generate` fills in when neither call nor config names one."""
+    return GenerationConfig._get_default_generation_params().get("num_assistant_tokens")
+
+
+def make_output(cache: Cache, **values: Any) -> DominoGenerateOutput:
+    """The output with `cache` under the name that this transformers uses."""
+    return DominoGenerateOutput(**values, **{CACHE_NAME: cache})

@@ -1,0 +1,49 @@
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What can be set about a training run, beyond transformers' own arguments."""
+
+from dataclasses import dataclass, field
+
+from transformers import TrainingArguments
+
+
+@dataclass
+class DominoTrainingArguments(TrainingArguments):
+    """
+    [`~transformers.TrainingArguments`] with the settings of the Domino objective. Defaults are the paper's.
+
+    Raises:
+        ValueError: when a value is outside its range; the message names it.
+    """
+
+    num_anchors: int = field(default=512, metadata={"help": "Blocks per row and step, at most."})
+    loss_decay_gamma: float | None = field(
+        default=7.0, metadata={"help": "Scale of the position decay in offsets (7 / 5 / 4 for B 16 / 10 / 8)."}
+    )
+    lambda_base_start: float = field(default=1.0, metadata={"help": "Base weight at the first step."})
+    lambda_base_decay_ratio: float = field(
+        default=0.5, metadata={"help": "Share of the run over which the base weight falls to 0."}
+    )
+    hidden_loss_weight: float = field(
+        default=0.0,
+        metadata={"help": "Weight of 1 - cosine between draft hidden and the target's last hidden state; 0 is off."},
+    )
+    shortlist_size: int | None = field(
+        default=None, metadata={"help": "Score only the ids supervised most often; null scores the whole vocabulary."}
+    )
+    # Columns are tensors of our own, not arguments of the draft's forward.
+    remove_unused_columns: bool = field(default=False, metadata={"help": "Must stay false."})
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name, low, high in (
+            ("num_anchors", 1, None),
+            ("lambda_base_start", 0, 1),
+            ("lambda_base_decay_ratio", 0, 1),
+            ("hidden_loss_weight", 0, None),
+        ):
+            value = getattr(self, name)
+            if value < low or (high is not None and value > high):
+                raise ValueError(f"`{name}` is {value}, outside {low}..{'' if high is None else high}.")
+        if self.loss_decay_gamma is not None and self.loss_decay_gamma <= 0:
+            raise ValueError(f"`loss_decay_gamma` is {self.loss_decay_gamma}: give a positive scale, or null for none.")

@@ -1,0 +1,149 @@
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Where do context features come from? One target pass over the training text, kept on disk and read memory-mapped."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.utils.data import Dataset
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from ..generation.context import TargetParts
+from .data import ChatRow
+
+ROWS_PER_SHARD = 64
+
+
+def feature_bytes(rows: Sequence[ChatRow], hidden_size: int, num_layers: int) -> int:
+    """Bytes on disk for the features of `rows`: bf16, `num_layers` tapped layers and the last hidden state."""
+    return sum(len(row.input_ids) for row in rows) * hidden_size * (num_layers + 1) * 2
+
+
+@torch.inference_mode()
+def cache_features(
+    target: PreTrainedModel, rows: Sequence[ChatRow], layer_ids: list[int], folder: str | Path, batch_size: int = 8
+):
+    """
+    Write shards with, for each row, its tokens, loss mask, context features and last hidden states (bf16).
+
+    A finished shard is never made again, so a killed run goes on where it stopped; a folder made with other layers or
+    another target is refused.
+
+    Args:
+        target: the frozen target; the dtype it was loaded with is the dtype of the pass.
+        rows: tokenised conversations; their order fixes the shards.
+        layer_ids (`list[int]`): zero-based decoder layers.
+        folder: where the shards go.
+        batch_size (`int`): rows of one target pass.
+
+    Raises:
+        ValueError: when `folder` holds features made under other settings.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {"layer_ids": layer_ids, "hidden_size": target.config.get_text_config().hidden_size, "rows": len(rows)}
+    manifest = folder / "features.json"
+    if manifest.exists() and (found := json.loads(manifest.read_text())) != settings:
+        raise ValueError(f"{folder} holds features made with {found}, not {settings}: use another folder.")
+    manifest.write_text(json.dumps(settings))
+
+    parts = TargetParts(target)
+    decoder = target.get_decoder()
+    starts = range(0, len(rows), ROWS_PER_SHARD)
+    for start in tqdm(starts, desc="target features", unit="shard"):
+        path = folder / f"shard-{start // ROWS_PER_SHARD:05d}.safetensors"
+        if path.exists():
+            continue
+        shard = rows[start : start + ROWS_PER_SHARD]
+        features, last = [], []
+        # Rows of like length share a pass; results go back in order.
+        order = sorted(range(len(shard)), key=lambda i: len(shard[i].input_ids))
+        made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for first in range(0, len(order), batch_size):
+            chosen = order[first : first + batch_size]
+            lengths = [len(shard[i].input_ids) for i in chosen]
+            ids = torch.zeros(len(chosen), max(lengths), dtype=torch.long)
+            for slot, i in enumerate(chosen):
+                ids[slot, : lengths[slot]] = torch.tensor(shard[i].input_ids)
+            # Right padding: causal attention keeps it out of every real position.
+            with parts.capture(layer_ids) as capture:
+                output = decoder(input_ids=ids.to(target.device), use_cache=False)
+                context = capture.take(0, None, torch.device("cpu"))
+            for slot, i in enumerate(chosen):
+                # Copies, so that a row does not keep its padded batch alive.
+                made[i] = (
+                    context[slot, : lengths[slot]].to(torch.bfloat16, copy=True),
+                    output.last_hidden_state[slot, : lengths[slot]].to("cpu", torch.bfloat16, copy=True),
+                )
+        features = [made[i][0] for i in range(len(shard))]
+        last = [made[i][1] for i in range(len(shard))]
+        tensors = {
+            "input_ids": torch.tensor([t for row in shard for t in row.input_ids], dtype=torch.int32),
+            "loss_mask": torch.tensor([m for row in shard for m in row.loss_mask], dtype=torch.uint8),
+            "lengths": torch.tensor([len(row.input_ids) for row in shard]),
+            "context_hidden_states": torch.cat(features),
+            "last_hidden_state": torch.cat(last),
+        }
+        unfinished = path.with_suffix(".part")
+        save_file(tensors, unfinished)
+        os.replace(unfinished, path)
+
+
+class FeatureDataset(Dataset):
+    """
+    Rows of a folder written by [`cache_features`], read memory-mapped.
+
+    Items are dicts of `input_ids` `[S]` (int64), `loss_mask` `[S]` (uint8), `context_hidden_states` `[S, T * H]` and
+    `last_hidden_state` `[S, H]` (bf16). Rows without a usable anchor (two supervised tokens in a row) are left out
+    and counted in `num_skipped`.
+
+    Raises:
+        ValueError: when the folder holds no shard.
+    """
+
+    def __init__(self, *folders: str | Path):
+        shards = [path for folder in folders for path in sorted(Path(folder).glob("shard-*.safetensors"))]
+        if not shards:
+            raise ValueError(f"No feature shards in {[str(f) for f in folders]}: run `cache_features` first.")
+        self._files = [safe_open(path, framework="pt") for path in shards]
+        self._rows: list[tuple[int, int, int]] = []
+        self.num_skipped = 0
+        for number, file in enumerate(self._files):
+            stop = torch.cumsum(file.get_tensor("lengths"), 0).tolist()
+            mask = file.get_tensor("loss_mask").bool()
+            for start, end in zip([0, *stop], stop, strict=False):
+                if bool((mask[start : end - 1] & mask[start + 1 : end]).any()):
+                    self._rows.append((number, start, end))
+                else:
+                    self.num_skipped += 1
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        number, start, end = self._rows[index]
+        names = ("input_ids", "loss_mask", "context_hidden_states", "last_hidden_state")
+        item = {name: self._files[number].get_slice(name)[start:end] for name in names}
+        item["input_ids"] = item["input_ids"].long()
+        return item
+
+    def token_counts(self, vocab_size: int) -> torch.LongTensor:
+        """How often each id is supervised: `[vocab_size]`."""
+        counts = torch.zeros(vocab_size, dtype=torch.long)
+        for file in self._files:
+            ids = file.get_tensor("input_ids").long()
+            counts += torch.bincount(ids[file.get_tensor("loss_mask").bool()], minlength=vocab_size)
+        return counts
+
+
+def collate_features(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Right-pad rows to the longest: `[N, S]` and `[N, S, ...]`. Padding has loss mask 0 and lies after every anchor."""
+    return {
+        name: torch.nn.utils.rnn.pad_sequence([item[name] for item in items], batch_first=True) for name in items[0]
+    }
