@@ -145,12 +145,16 @@ class DominoConfig(Qwen3Config):
                 raise ValueError(f"`projector_type` is 'domino' but {missing} are not set: the head needs its widths.")
             if not 0 <= self.pure_draft_prefix_len <= self.block_size:
                 raise ValueError(
-                    f"`pure_draft_prefix_len` is {self.pure_draft_prefix_len}, outside 0..block_size ({self.block_size})."
+                    f"`pure_draft_prefix_len` is {self.pure_draft_prefix_len}, outside 0..`block_size` = "
+                    f"{self.block_size}: a block has no more proposals than that."
                 )
 
-    def require_complete(self):
+    def require_complete(self) -> list[int]:
         """
         Raise unless everything is known that a draft cannot guess: `target_layer_ids`, `mask_token_id`.
+
+        Returns:
+            `target_layer_ids`.
 
         Raises:
             ValueError: naming the fields that are missing.
@@ -161,6 +165,7 @@ class DominoConfig(Qwen3Config):
                 f"The draft's config lacks {missing}. A guess would run and quietly cost acceptance: give them, "
                 "at the top level or in `dflash_config`."
             )
+        return list(self.target_layer_ids or ())
 
     def to_dict(self) -> dict[str, Any]:
         """The config in both layouts at once (flat and `dflash_config`), with the names that engines resolve."""

@@ -43,7 +43,7 @@ class DominoRotaryEmbedding(Qwen3RotaryEmbedding):
     """Rotary embedding whose frequencies stay float32 when the draft is cast: in bf16 they drift with position."""
 
     def _apply(self, fn, recurse=True):
-        frequencies = {name: buffer for name, buffer in self.named_buffers(recurse=False)}
+        frequencies = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)
         for name, buffer in frequencies.items():
             cast = getattr(self, name)
@@ -164,7 +164,7 @@ class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
     config: DominoConfig
     base_model_prefix = ""
     main_input_name = "noise_embeds"
-    _no_split_modules = ["DominoLayer"]
+    _no_split_modules = ["DominoLayer"]  # noqa: RUF012
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -172,9 +172,9 @@ class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
 
     def __init__(self, config: DominoConfig):
         super().__init__(config)
-        config.require_complete()
+        target_layer_ids = config.require_complete()
         hidden = config.hidden_size
-        self.fc = nn.Linear(len(config.target_layer_ids) * hidden, hidden, bias=False)
+        self.fc = nn.Linear(len(target_layer_ids) * hidden, hidden, bias=False)
         self.hidden_norm = Qwen3RMSNorm(hidden, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(DominoLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(hidden, eps=config.rms_norm_eps)
@@ -261,7 +261,7 @@ class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
     def _layer_masks(self, padding, block_size, kv_length, device) -> dict[str, torch.Tensor | None]:
         masks = {}
         for layer_type in set(self.config.layer_types):
-            rule = self.config.sliding_window_rule if layer_type == "sliding_attention" else "none"
+            rule = str(self.config.sliding_window_rule) if layer_type == "sliding_attention" else "none"
             mask = block_mask(rule, self.config.sliding_window, block_size, kv_length, device)
             mask = None if mask is None else mask[None, None]
             if padding is not None:
@@ -337,9 +337,7 @@ class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
         """
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs.setdefault("key_mapping", _FOREIGN_KEYS)
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-        )
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         if missing := sorted(info["missing_keys"]):
             head = [key for key in missing if key.startswith(("prefix_gru.", "embed_proj."))]
             advice = (

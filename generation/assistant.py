@@ -23,7 +23,7 @@ _MARK = "_hands_over_to_assistant"
 
 
 def register():
-    """Make `target.generate(assistant_model=draft)` reach the draft's own decoding. Safe to call any number of times."""
+    """Make `target.generate(assistant_model=draft)` reach the draft's decoding. Calls after the first do nothing."""
     decoding, validation = GenerationMixin._assisted_decoding, GenerationMixin._validate_generation_mode
 
     @functools.wraps(decoding)

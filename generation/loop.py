@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
@@ -96,7 +97,11 @@ def check_supported(generation_config: GenerationConfig, batch_size: int):
             "greedy decoding has one answer, ask for one",
         ),
         (batch_size > 1, f"a batch of {batch_size} sequences", "generate them one after another"),
-        (config.use_cache is False, "use_cache=False", "leave use_cache on: rejected tokens are cropped from the cache"),
+        (
+            config.use_cache is False,
+            "use_cache=False",
+            "leave use_cache on: rejected tokens are cropped from the cache",
+        ),
         (
             config.cache_implementation is not None and config.cache_implementation != "dynamic",
             f"cache_implementation={config.cache_implementation!r}",
@@ -122,7 +127,7 @@ def proposals_per_round(config: Any, generation_config: GenerationConfig) -> int
     return max(0, min(asked, config.block_size - (0 if config.shift_label else 1)))
 
 
-def _check_cache(cache: Any, target: PreTrainedModel):
+def _check_cache(cache: Cache | None, target: PreTrainedModel) -> Cache:
     if cache is None:
         raise ValueError(
             f"{type(target).__name__} keeps no cache that can be cropped back after a rejected proposal, which a "
@@ -133,6 +138,7 @@ def _check_cache(cache: Any, target: PreTrainedModel):
             f"The cache of {type(target).__name__} has layers that cannot forget rejected proposals: "
             f"{layer_names(cache)}. Generate without the draft."
         )
+    return cache
 
 
 def _first_context(target: PreTrainedModel, features: torch.Tensor, model_kwargs: dict[str, Any], past_length: int):
@@ -178,10 +184,8 @@ def domino_decoding(
     parts = TargetParts(target)
     draft.check_target(target)
     cache = model_kwargs.get(CACHE_NAME)
-    # Layers of some kinds know only after their first pass whether they can be cropped; they are asked again below.
-    if cache is None or (cache.is_initialized and not cache.is_croppable):
-        _check_cache(cache, target)
-    past_length = cache.get_seq_length()
+    # Recurrent layers know only after their first pass whether they can be cropped; all are asked again below.
+    past_length = 0 if cache is not None and any(cache.is_linear) else _check_cache(cache, target).get_seq_length()
 
     draft_processors = LogitsProcessorList(p for p in logits_processor if type(p).__name__ in _PURE_PROCESSORS)
     num_proposals = proposals_per_round(draft.config, generation_config)
@@ -190,8 +194,7 @@ def domino_decoding(
 
     with parts.capture(draft.config.target_layer_ids) as capture:
         outputs = target._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
-        cache = outputs.get(CACHE_NAME)
-        _check_cache(cache, target)
+        cache = _check_cache(outputs.get(CACHE_NAME), target)
         # Only now: recording through the prefill would keep what sliding layers drop.
         cache.activate_past_recording()
         features, position = _first_context(target, capture.take(0, None, draft.device), model_kwargs, past_length)

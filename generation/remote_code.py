@@ -48,7 +48,7 @@ def amalgamate(package: Path) -> str:
             return
         for node in ast.parse(sources[name]).body:
             if isinstance(node, ast.ImportFrom) and node.level == 1:
-                visit(node.module)
+                visit(node.module or "__init__")
         order.append(name)
 
     visit("__init__")

@@ -44,7 +44,7 @@ def verify_greedy(
     Args:
         input_ids (`torch.LongTensor` of shape `[1, S]`): committed tokens, the anchor last.
         proposal_ids (`torch.LongTensor` of shape `[1, K]`): what the draft offers; K may be 0.
-        logits (`torch.FloatTensor` of shape `[1, K + 1, V]`): of the target, float32, after the anchor and each proposal.
+        logits (`torch.FloatTensor` of shape `[1, K + 1, V]`): of the target, after the anchor and each proposal.
         logits_processor, stopping_criteria: as prepared by `generate`.
         scores (`tuple` of `torch.Tensor`, *optional*): scores of all earlier new tokens, `None` unless asked for.
     """

@@ -101,7 +101,7 @@ def build_blocks(
         return tensor.gather(1, index.clamp(max=length - 1).flatten(1)).view_as(index)
 
     counts = (labels < length) & keep[..., None] & at(loss_mask, labels).bool()
-    decay = position_decay(size, loss_decay_gamma, config.shift_label).to(device)
+    decay = position_decay(size, loss_decay_gamma, bool(config.shift_label)).to(device)
     block_ids = torch.full_like(positions, config.mask_token_id)
     block_ids[..., 0] = torch.where(keep, at(input_ids, anchors), config.mask_token_id)
     context_positions = torch.arange(length, device=device).expand(rows, -1)

@@ -143,7 +143,7 @@ class FeatureDataset(Dataset):
 
 
 def collate_features(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Right-pad rows to the longest: `[N, S]` and `[N, S, ...]`. Padding has loss mask 0 and lies after every anchor."""
+    """Right-pad rows to the longest: `[N, S, ...]`. Padding has loss mask 0 and lies after every anchor."""
     return {
         name: torch.nn.utils.rnn.pad_sequence([item[name] for item in items], batch_first=True) for name in items[0]
     }

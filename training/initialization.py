@@ -57,7 +57,7 @@ def initialize_from_target(
         layer.mlp.down_proj.weight.mul_(output_damping)
 
     hidden = draft.config.hidden_size
-    ids = draft.config.target_layer_ids
+    ids = draft.config.require_complete()
     draft.fc.weight.mul_(0.1)
     deepest = ids.index(max(ids))
     draft.fc.weight[:, deepest * hidden : (deepest + 1) * hidden] += torch.eye(hidden)

@@ -82,7 +82,7 @@ def teacher_forced_hidden(
 def corrected_offsets(draft: DominoDraftModel, device: torch.device) -> torch.BoolTensor:
     """`[B]`: block offsets whose prediction the head corrects (not the pure draft prefix, not an unused offset 0)."""
     config = draft.config
-    first = config.pure_draft_prefix_len + (0 if config.shift_label else 1)
+    first = int(config.pure_draft_prefix_len or 0) + (0 if config.shift_label else 1)
     return torch.arange(config.block_size, device=device) >= first
 
 
@@ -136,7 +136,7 @@ def domino_loss(
         hits = torch.zeros_like(counted)
         hits[counted] = hit
         output.sums[prefix + "accuracy"], output.counts[prefix + "accuracy"] = hit.sum(), counted.sum()
-        run = acceptance_lengths(hits, draft.config.shift_label)[blocks.keep]
+        run = acceptance_lengths(hits, bool(draft.config.shift_label))[blocks.keep]
         output.sums[prefix + "accept_len"], output.counts[prefix + "accept_len"] = run.sum(), blocks.keep.sum()
     return output
 

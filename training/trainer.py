@@ -49,7 +49,9 @@ class DominoTrainer(Trainer):
         kwargs: what [`~transformers.Trainer`] takes.
     """
 
-    def __init__(self, model, target: TargetParts, args: DominoTrainingArguments, train_dataset: FeatureDataset, **kwargs):
+    def __init__(
+        self, model, target: TargetParts, args: DominoTrainingArguments, train_dataset: FeatureDataset, **kwargs
+    ):
         kwargs.setdefault("data_collator", collate_features)
         super().__init__(model=model, args=args, train_dataset=train_dataset, **kwargs)
         self.target = target
@@ -86,7 +88,9 @@ class DominoTrainer(Trainer):
         blocks = build_blocks(
             inputs["input_ids"], inputs["loss_mask"], anchors, keep, draft.config, self.args.loss_decay_gamma
         )
-        hidden = teacher_forced_hidden(model, self.target, blocks, anchors, inputs["context_hidden_states"], draft.config)
+        hidden = teacher_forced_hidden(
+            model, self.target, blocks, anchors, inputs["context_hidden_states"], draft.config
+        )
         output = domino_loss(draft, self.target, blocks, hidden, self.lambda_base, self.token_ids)
         loss = output.loss
         if self.args.hidden_loss_weight:
