@@ -243,11 +243,6 @@ def test_the_window_survives_a_round_trip(tmp_path):
     assert again.layer_types == config.layer_types
 
 
-def test_num_proposals_is_one_less_than_the_block():
-    assert draft_config(block_size=6, shift_label=True).num_proposals == 5
-    assert draft_config(block_size=6, shift_label=False).num_proposals == 5
-
-
 @pytest.mark.parametrize("missing", ["mask_token_id", "target_layer_ids"])
 def test_an_incomplete_config_can_be_made_but_gives_no_model(missing):
     config = draft_config(**{missing: None})

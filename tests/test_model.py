@@ -154,7 +154,7 @@ def test_head_unrolled_step_by_step_makes_the_reference_s_proposals(case):
     draft, target, expected = case.draft(), TargetParts(case.target()), case.expected
     config = draft.config
     token, state, made = expected("block_ids")[:, 0], None, []
-    for j in range(config.num_proposals):
+    for j in range(config.block_size - 1):
         state = draft.step(target.embed(token), state)
         hidden = expected("draft_hidden")[:, j if config.shift_label else j + 1]
         logits = target.logits(hidden)
@@ -583,6 +583,23 @@ def test_context_features_are_the_raw_outputs_of_the_named_layers(arch):
     assert torch.equal(features[..., 2 * HIDDEN :], states[3][:, 2:7])
     assert torch.equal(features, torch.cat([outputs[i][:, 2:7] for i in layer_ids], dim=-1))
     assert not torch.allclose(features[..., :HIDDEN], states[4][:, 2:7])
+
+
+def test_a_prompt_read_in_chunks_gives_the_features_of_one_pass(target, parts):
+    ids, cache = random_tokens(1, 11), DynamicCache()
+    with torch.no_grad(), parts.capture([0, 3]) as capture:
+        target(ids)
+        whole = capture.take(2, 9, target.device)
+        for chunk in ids.split(4, dim=1):
+            target(chunk, past_key_values=cache)
+        close(capture.take(2, 9, target.device), whole)
+
+
+def test_a_layer_named_twice_is_captured_twice(target, parts):
+    # The config takes such a list, so `fc` has been made for it.
+    with torch.no_grad(), parts.capture([1, 1]) as capture:
+        states = target(random_tokens(1, 5), output_hidden_states=True).hidden_states[2]
+        assert torch.equal(capture.take(0, None, target.device), torch.cat([states, states], dim=-1))
 
 
 def test_a_closed_capture_leaves_no_hook(target, parts):

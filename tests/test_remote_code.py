@@ -1,0 +1,161 @@
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A saved folder works alone: as remote code, offline, without the package, and saved again it is the same folder."""
+
+import ast
+import filecmp
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import load_fixture, make_draft, make_target, random_tokens
+from transformers import AutoModel
+
+import domino_spec.generation as package
+from domino_spec.generation.remote_code import CODE_FILES, amalgamate, write_code
+
+CODE = (*CODE_FILES, "generation.py")
+GENERATION = Path(package.__file__).parent
+
+# Runs in a fresh process: the package cannot be imported there, and no cache of an earlier run can help.
+ALONE = """
+import json, sys
+sys.modules["domino_spec"] = None
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+draft = AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True)
+target = AutoModelForCausalLM.from_pretrained(sys.argv[2], attn_implementation="eager")
+ids = torch.tensor(json.loads(sys.argv[3]))
+out = target.generate(ids, assistant_model=draft, max_new_tokens=24, do_sample=False, return_dict_in_generate=True)
+print(json.dumps([out.sequences.tolist(), out.acceptance_lengths.tolist()]))
+"""
+
+
+@pytest.fixture
+def saved(tmp_path):
+    draft = load_fixture("shift1-prefix1").draft()
+    draft.save_pretrained(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def run_alone(folder: Path, target: Path, prompt: torch.Tensor, home: Path):
+    environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(folder), str(target), json.dumps(prompt.tolist())],
+        env=environment,
+        cwd=home,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_saved_folder_holds_weights_config_and_code_and_nothing_else(saved):
+    assert {path.name for path in saved.iterdir()} == {"config.json", "model.safetensors", *CODE}
+    for name in CODE_FILES:
+        assert (saved / name).read_bytes() == (GENERATION.parent / name).read_bytes()
+
+
+def test_saved_code_needs_only_torch_transformers_and_what_they_bring(saved):
+    allowed = set(sys.stdlib_module_names) | {"torch", "transformers", "huggingface_hub", "safetensors"}
+    for name in CODE:
+        for node in ast.walk(ast.parse((saved / name).read_text())):
+            if isinstance(node, ast.Import):
+                assert {alias.name.split(".")[0] for alias in node.names} <= allowed, name
+            if isinstance(node, ast.ImportFrom):
+                # Level 1 is a sibling file; a dotted one is what the remote-code loader cannot find.
+                assert node.module.split(".")[0] in allowed if node.level == 0 else f"{node.module}.py" in CODE, name
+
+
+def test_without_the_package_a_saved_folder_generates_as_the_package_does(saved, tmp_path):
+    fixture = load_fixture("shift1-prefix1")
+    prompt = fixture.expected["prompt_ids"]
+    (tmp_path / "home").mkdir()
+    sequences, lengths = run_alone(saved, fixture.target_path, prompt, tmp_path / "home")
+    ours = fixture.target().generate(
+        prompt, assistant_model=fixture.draft(), max_new_tokens=24, do_sample=False, return_dict_in_generate=True
+    )
+    assert sequences == ours.sequences.tolist()
+    assert lengths == ours.acceptance_lengths.tolist()
+    assert max(lengths) > 1, "a case without any accepted proposal shows nothing"
+
+
+def test_loading_remotely_and_saving_again_gives_the_same_folder(saved, tmp_path, monkeypatch):
+    again, third = tmp_path / "again", tmp_path / "third"
+    AutoModel.from_pretrained(saved, trust_remote_code=True).save_pretrained(again)
+    AutoModel.from_pretrained(again, trust_remote_code=True).save_pretrained(third)
+    names = sorted(path.name for path in saved.iterdir())
+    assert sorted(path.name for path in third.iterdir()) == names
+    for folder in (again, third):
+        assert filecmp.cmpfiles(saved, folder, names, shallow=False) == (names, [], [])
+
+
+def test_package_and_remote_code_coexist_in_one_process(saved):
+    target, prompt = load_fixture("shift1-prefix1").target(), load_fixture("shift1-prefix1").expected["prompt_ids"]
+    remote = AutoModel.from_pretrained(saved, trust_remote_code=True)
+    own = load_fixture("shift1-prefix1").draft()
+    assert type(remote) is not type(own)
+    outputs = [
+        target.generate(prompt, max_new_tokens=16, do_sample=False, return_dict_in_generate=True, assistant_model=draft)
+        for draft in (own, remote, own)
+    ]
+    for output in outputs[1:]:
+        assert torch.equal(output.sequences, outputs[0].sequences)
+        assert torch.equal(output.acceptance_lengths, outputs[0].acceptance_lengths)
+
+
+def test_without_trust_no_code_of_the_folder_runs(saved):
+    (saved / "modeling_domino.py").write_text("raise RuntimeError('ran')")
+    (saved / "configuration_domino.py").write_text("raise RuntimeError('ran')")
+    # transformers falls back to the class that `model_type` names, or refuses; either way the files are not executed.
+    try:
+        loaded = AutoModel.from_pretrained(saved, trust_remote_code=False)
+        assert type(loaded).__module__.startswith("transformers.")
+    except (ValueError, OSError, RuntimeError) as error:
+        assert "ran" not in str(error).split()
+
+
+def test_saving_into_the_folder_that_was_loaded_keeps_it_whole(saved):
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+    AutoModel.from_pretrained(saved, trust_remote_code=True).save_pretrained(saved)
+    assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
+
+
+def test_weights_of_a_saved_folder_may_be_half_precision(tmp_path):
+    target = make_target("qwen3", dtype=torch.float32)
+    make_draft(target).to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    draft = AutoModel.from_pretrained(tmp_path / "half", trust_remote_code=True)
+    assert draft.dtype == torch.bfloat16
+    prompt = random_tokens(1, 9)
+    plain = target.generate(prompt, max_new_tokens=12, do_sample=False)
+    assert torch.equal(plain, target.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=draft))
+
+
+def test_amalgamation_defines_every_public_name_of_the_folder_once():
+    flat = ast.parse(amalgamate(GENERATION))
+    flat_names = [n.name for n in flat.body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+    assert len(flat_names) == len(set(flat_names))
+    for path in GENERATION.glob("*.py"):
+        names = {n.name for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+        assert names <= set(flat_names), path.name
+    assert not [n for n in ast.walk(flat) if isinstance(n, ast.ImportFrom) and n.level]
+
+
+def test_two_modules_with_one_name_are_refused(tmp_path):
+    (tmp_path / "__init__.py").write_text("from .a import f\nfrom .b import g\n")
+    (tmp_path / "a.py").write_text("def f():\n    pass\n\ndef helper():\n    pass\n")
+    (tmp_path / "b.py").write_text("def g():\n    pass\n\ndef helper():\n    pass\n")
+    with pytest.raises(ValueError, match=r"`helper` is defined in both generation/a\.py and b\.py"):
+        amalgamate(tmp_path)
+
+
+def test_write_code_overwrites_what_an_older_version_left(tmp_path):
+    (tmp_path / "generation.py").write_text("old")
+    write_code(tmp_path)
+    assert "old" not in (tmp_path / "generation.py").read_text().splitlines()
+    assert (tmp_path / "generation.py").read_text() == amalgamate(GENERATION)

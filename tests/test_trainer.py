@@ -1,0 +1,307 @@
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Data, cached features and the trainer, on a tiny target: what moves, what is supervised, what survives a kill."""
+
+import json
+
+import pytest
+import torch
+from helpers import HIDDEN, MASK_TOKEN, VOCAB, make_draft, make_target, random_tokens
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
+from domino_spec.generation.context import TargetParts
+from domino_spec.training.arguments import DominoTrainingArguments
+from domino_spec.training.blocks import build_blocks, sample_anchors
+from domino_spec.training.data import ChatRow, encode_chat, read_chat_rows
+from domino_spec.training.features import FeatureDataset, cache_features, collate_features, feature_bytes
+from domino_spec.training.initialization import initialize_from_target
+from domino_spec.training.trainer import DominoTrainer, hidden_loss
+
+LAYER_IDS = [0, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target("qwen3", dtype=torch.float32).requires_grad_(False)
+
+
+def make_rows(target, count=12, prompt=6, answer=26) -> list[ChatRow]:
+    """Conversations that the target wrote itself, greedily; the answer is supervised."""
+    rows = []
+    for seed in range(count):
+        ids = random_tokens(1, prompt, seed=seed)
+        written = target.generate(ids, max_new_tokens=answer, do_sample=False, suppress_tokens=[MASK_TOKEN])[0]
+        rows.append(ChatRow(written.tolist(), [0] * prompt + [1] * answer))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def features(target, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("features")
+    cache_features(target, make_rows(target), LAYER_IDS, folder)
+    return folder
+
+
+def make_trainer(target, folder, output_dir, draft=None, **overrides):
+    settings = {
+        "output_dir": str(output_dir),
+        "max_steps": 6,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 3e-3,
+        "num_anchors": 6,
+        "logging_steps": 2,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    torch.manual_seed(0)
+    draft = make_draft(target, target_layer_ids=LAYER_IDS) if draft is None else draft
+    return DominoTrainer(
+        model=draft.train(),
+        target=TargetParts(target),
+        args=DominoTrainingArguments(**{**settings, **overrides}),
+        train_dataset=FeatureDataset(folder),
+        eval_dataset=FeatureDataset(folder),
+    )
+
+
+class TestTrainer:
+    def test_every_parameter_of_the_draft_moves_and_the_target_does_not(self, target, features, tmp_path):
+        frozen = {name: parameter.clone() for name, parameter in target.named_parameters()}
+        draft = make_draft(target, target_layer_ids=LAYER_IDS)
+        start = {name: parameter.detach().clone() for name, parameter in draft.named_parameters()}
+        make_trainer(target, features, tmp_path, draft, lambda_base_start=0.5).train()
+        for name, parameter in draft.named_parameters():
+            assert not torch.equal(parameter, start[name]), name
+        for name, parameter in target.named_parameters():
+            assert torch.equal(parameter, frozen[name]), name
+
+    def test_overfitting_a_few_rows_makes_real_generation_accept_nearly_whole_blocks(self, target, tmp_path):
+        rows = make_rows(target, count=4)
+        cache_features(target, rows, LAYER_IDS, tmp_path / "features")
+        trainer = make_trainer(
+            target, tmp_path / "features", tmp_path, max_steps=250, num_anchors=20, lambda_base_decay_ratio=0.5
+        )
+        trainer.train()
+        lengths = []
+        for row in rows:
+            output = target.generate(
+                torch.tensor([row.input_ids[:6]]),
+                assistant_model=trainer.model.eval(),
+                max_new_tokens=26,
+                do_sample=False,
+                suppress_tokens=[MASK_TOKEN],
+                return_dict_in_generate=True,
+            )
+            assert output.sequences[0].tolist() == row.input_ids
+            lengths += output.acceptance_lengths[:-1].tolist()
+        assert sum(lengths) / len(lengths) > 0.8 * trainer.model.config.block_size
+
+    def test_reports_base_beside_final_and_the_curriculum(self, target, features, tmp_path):
+        trainer = make_trainer(target, features, tmp_path, lambda_base_decay_ratio=1.0)
+        trainer.train()
+        logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+        assert [entry["lambda_base"] for entry in logged] == pytest.approx([1 - 2 / 6, 1 - 4 / 6, 0])
+        for name in ("accuracy", "base_accuracy", "accept_len", "base_accept_len", "base_loss", "final_loss"):
+            assert all(name in entry for entry in logged), name
+        measured = trainer.evaluate()
+        assert measured["eval_accept_len"] >= 1
+
+    def test_evaluation_is_repeatable_and_leaves_the_training_metrics_alone(self, target, features, tmp_path):
+        trainer = make_trainer(target, features, tmp_path)
+        trainer._sums["accuracy"], trainer._counts["accuracy"] = 3.0, 4.0
+        first, second = trainer.evaluate(), trainer.evaluate()
+        for name in ("eval_final_loss", "eval_accept_len", "eval_base_accuracy"):
+            assert first[name] == second[name]
+        assert trainer._take_metrics() == {"accuracy": 0.75}
+
+    def test_a_killed_run_resumes_to_the_same_weights(self, target, features, tmp_path):
+        whole = make_trainer(target, features, tmp_path / "whole", max_steps=6)
+        whole.train()
+        half = make_trainer(target, features, tmp_path / "half", max_steps=6, save_strategy="steps", save_steps=3)
+        half.train()
+        resumed = make_trainer(target, features, tmp_path / "half", max_steps=6)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "half" / "checkpoint-3"))
+        for (name, expected), (_, found) in zip(
+            whole.model.named_parameters(), resumed.model.named_parameters(), strict=True
+        ):
+            assert torch.equal(expected, found), name
+
+    def test_a_batch_without_anchors_contributes_zero_and_is_counted(self, target, features, tmp_path):
+        trainer = make_trainer(target, features, tmp_path)
+        batch = collate_features([FeatureDataset(features)[0]])
+        batch["loss_mask"].zero_()
+        loss = trainer.compute_loss(trainer.model, batch)
+        loss.backward()
+        assert loss.item() == 0 and trainer.num_skipped == 1
+        assert all(parameter.grad.abs().sum() == 0 for parameter in trainer.model.parameters())
+
+    def test_shortlist_holds_the_ids_supervised_most_often(self, target, features, tmp_path):
+        trainer = make_trainer(target, features, tmp_path, shortlist_size=20)
+        counts = FeatureDataset(features).token_counts(VOCAB)
+        assert trainer.token_ids.tolist() == sorted(trainer.token_ids.tolist())
+        left_out = set(range(VOCAB)) - set(trainer.token_ids.tolist())
+        assert max(counts[i] for i in left_out) <= min(counts[i] for i in trainer.token_ids)
+
+    @pytest.mark.parametrize(
+        ("name", "value"), [("num_anchors", 0), ("lambda_base_start", 1.5), ("loss_decay_gamma", 0.0)]
+    )
+    def test_settings_out_of_range_are_named(self, name, value, tmp_path):
+        with pytest.raises(ValueError, match=f"`{name}` is {value}"):
+            DominoTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **{name: value})
+
+
+def test_hidden_loss_compares_each_offset_with_the_target_state_that_predicts_its_label(target):
+    config = make_draft(target).config
+    ids, last = random_tokens(1, 20), torch.randn(1, 20, HIDDEN, generator=torch.Generator().manual_seed(0))
+    anchors, keep = torch.tensor([[3, 11]]), torch.tensor([[True, True]])
+    for shift in (True, False):
+        config.shift_label = shift
+        blocks = build_blocks(ids, torch.ones(1, 20), anchors, keep, config, None)
+        perfect = torch.zeros(1, 2, config.block_size, HIDDEN)
+        for slot, anchor in enumerate((3, 11)):
+            for k in range(config.block_size):
+                perfect[0, slot, k] = last[0, anchor + k - (0 if shift else 1)]
+        assert hidden_loss(perfect, last, blocks, anchors, shift).item() == pytest.approx(0, abs=1e-6)
+        assert hidden_loss(-perfect, last, blocks, anchors, shift).item() == pytest.approx(2, abs=1e-5)
+
+
+class TestFeatures:
+    def test_cached_features_are_the_layers_raw_outputs_in_row_order(self, target, features):
+        rows, dataset = make_rows(target), FeatureDataset(features)
+        assert len(dataset) == len(rows)
+        for index in (0, 7):
+            item, ids = dataset[index], torch.tensor([rows[index].input_ids])
+            assert item["input_ids"].tolist() == rows[index].input_ids
+            assert item["loss_mask"].tolist() == rows[index].loss_mask
+            parts = TargetParts(target)
+            with parts.capture(LAYER_IDS) as capture:
+                output = target.get_decoder()(ids)
+                expected = capture.take(0, None, ids.device)[0]
+            torch.testing.assert_close(item["context_hidden_states"].float(), expected, rtol=1e-2, atol=1e-2)
+            torch.testing.assert_close(
+                item["last_hidden_state"].float(), output.last_hidden_state[0], rtol=1e-2, atol=1e-2
+            )
+
+    def test_a_killed_run_makes_only_what_is_missing(self, target, tmp_path, monkeypatch):
+        monkeypatch.setattr("domino_spec.training.features.ROWS_PER_SHARD", 3)
+        rows = make_rows(target, count=6)
+        cache_features(target, rows, LAYER_IDS, tmp_path)
+        shards = sorted(tmp_path.glob("shard-*.safetensors"))
+        first, second = (path.read_bytes() for path in shards)
+        shards[1].unlink()
+        shards[0].write_bytes(b"kept")
+        cache_features(target, rows, LAYER_IDS, tmp_path)
+        assert shards[0].read_bytes() == b"kept"
+        assert shards[1].read_bytes() == second and first != second
+
+    def test_features_of_other_layers_are_refused(self, target, features):
+        with pytest.raises(ValueError, match=r"made with .*\[0, 2, 3\].*not .*\[1, 2\]"):
+            cache_features(target, make_rows(target), [1, 2], features)
+
+    def test_rows_without_an_anchor_are_left_out_and_counted(self, target, tmp_path):
+        rows = [ChatRow([1, 2, 3, 4], [0, 1, 0, 1]), ChatRow([1, 2, 3, 4], [0, 1, 1, 0])]
+        cache_features(target, rows, LAYER_IDS, tmp_path)
+        dataset = FeatureDataset(tmp_path)
+        assert (len(dataset), dataset.num_skipped) == (1, 1)
+
+    def test_an_empty_folder_is_named(self, tmp_path):
+        with pytest.raises(ValueError, match="No feature shards"):
+            FeatureDataset(tmp_path)
+
+    def test_announced_size_is_the_size_of_the_tensors(self):
+        rows = [ChatRow([1] * 10, [1] * 10), ChatRow([1] * 5, [1] * 5)]
+        assert feature_bytes(rows, hidden_size=8, num_layers=3) == 15 * 8 * 4 * 2
+
+    def test_padding_is_never_an_anchor(self, features):
+        dataset = FeatureDataset(features)
+        short = {name: value[:20] for name, value in dataset[1].items()}
+        batch = collate_features([dataset[0], short])
+        anchors, keep = sample_anchors(batch["loss_mask"], 64)
+        assert anchors[1][keep[1]].max() < 19
+
+
+@pytest.fixture
+def tokenizer():
+    words = ["<unk>", "<end>", "<user>", "<assistant>", "hi", "there", "you", "too", "bye"]
+    model = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    model.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>", eos_token="<end>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
+        "{% if add_generation_prompt %}<assistant> {% endif %}"
+    )
+    return tokenizer
+
+
+class TestChat:
+    MESSAGES = (
+        {"role": "user", "content": "hi there"},
+        {"role": "assistant", "content": "you too"},
+        {"role": "user", "content": "bye"},
+        {"role": "assistant", "content": "bye bye"},
+    )
+
+    def supervised(self, tokenizer, row):
+        return tokenizer.convert_ids_to_tokens([t for t, m in zip(row.input_ids, row.loss_mask, strict=True) if m])
+
+    def test_what_the_assistant_wrote_is_supervised_with_its_end_of_turn(self, tokenizer):
+        row = encode_chat(tokenizer, list(self.MESSAGES), max_length=100)
+        assert self.supervised(tokenizer, row) == ["you", "too", "<end>", "bye", "bye", "<end>"]
+        assert len(row.input_ids) == len(row.loss_mask)
+
+    def test_an_unfinished_answer_ends_with_its_own_last_token(self, tokenizer):
+        row = encode_chat(tokenizer, list(self.MESSAGES[:2]), max_length=100, finished=False)
+        assert self.supervised(tokenizer, row) == ["you", "too"]
+        assert tokenizer.convert_ids_to_tokens(row.input_ids)[-1] == "too"
+
+    def test_rows_are_cut_to_length(self, tokenizer):
+        row = encode_chat(tokenizer, list(self.MESSAGES), max_length=6)
+        assert len(row.input_ids) == len(row.loss_mask) == 6
+
+    def test_a_template_that_rewrites_earlier_turns_is_refused(self, tokenizer):
+        tokenizer.chat_template = "{% if messages | length > 2 %}too {% endif %}" + tokenizer.chat_template
+        with pytest.raises(ValueError, match="renders turn 3 differently"):
+            encode_chat(tokenizer, list(self.MESSAGES), max_length=100)
+
+    @pytest.mark.parametrize(
+        ("line", "message"),
+        [
+            ("{broken", r":2 is not JSON"),
+            ('{"text": "x"}', r":2 has no usable `messages`"),
+            ('{"messages": []}', r":2 has no usable `messages`"),
+            ('{"messages": [{"role": "user", "content": ""}]}', r":2 has no usable `messages`"),
+            ('["messages"]', r":2 has no usable `messages`"),
+        ],
+        ids=["not-json", "no-messages", "empty-messages", "empty-content", "not-an-object"],
+    )
+    def test_a_bad_row_is_named_by_file_and_line(self, line, message, tmp_path):
+        path = tmp_path / "rows.jsonl"
+        path.write_text(json.dumps({"messages": list(self.MESSAGES)}) + "\n" + line + "\n")
+        with pytest.raises(ValueError, match=message):
+            list(read_chat_rows(path))
+
+
+class TestInitialization:
+    def test_layers_norms_and_zero_correction_come_from_the_target(self, target):
+        draft = make_draft(target, intermediate_size=48, target_layer_ids=LAYER_IDS)
+        initialize_from_target(draft, target, [1, 3], output_damping=0.25)
+        theirs, ours = target.model.layers[3], draft.layers[1]
+        assert torch.equal(ours.self_attn.q_proj.weight, theirs.self_attn.q_proj.weight)
+        assert torch.equal(ours.mlp.down_proj.weight, theirs.mlp.down_proj.weight * 0.25)
+        assert torch.equal(draft.norm.weight, target.model.norm.weight)
+        assert draft.correction(torch.ones(1, HIDDEN), torch.ones(1, 12)).abs().max() == 0
+
+    def test_layers_of_another_shape_are_refused_with_both_shapes(self, target):
+        with pytest.raises(
+            ValueError, match=r"mlp\.\w+_proj\.weight` has shape \(.*48.*\), the draft's has \(.*40.*\)"
+        ):
+            initialize_from_target(make_draft(target), target, [1, 3])
+
+    def test_as_many_source_layers_as_draft_layers(self, target):
+        with pytest.raises(ValueError, match="names 1 layers for a draft of 2"):
+            initialize_from_target(make_draft(target), target, [1])
