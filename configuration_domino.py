@@ -22,9 +22,11 @@ NESTED_FIELDS = (
     "emb_dim",
     "sliding_window_rule",
 )
+# Read in either place, written at the top level only.
+_READ_NESTED = (*NESTED_FIELDS, "block_size")
 HEAD_FIELDS = ("projector_type", "pure_draft_prefix_len", "shift_label", "gru_hidden_dim", "emb_dim")
 
-_DEFAULTS = {"shift_label": False, "pure_draft_prefix_len": 0, "sliding_window_rule": "causal"}
+_DEFAULTS = {"block_size": 16, "shift_label": False, "pure_draft_prefix_len": 0, "sliding_window_rule": "causal"}
 
 AUTO_MAP = {"AutoConfig": "configuration_domino.DominoConfig", "AutoModel": "modeling_domino.DominoDraftModel"}
 
@@ -70,9 +72,9 @@ class DominoConfig(Qwen3Config):
     Source: arXiv 2605.29707; field names as published with the checkpoints of the paper's authors and of DFlash.
     """
 
-    block_size: int = 16
     num_target_layers: int | None = None
     # `None` below means "not set here": the value may stand in `dflash_config`, else `_DEFAULTS` fills it in.
+    block_size: int | None = None
     target_layer_ids: list[int] | None = None
     mask_token_id: int | None = None
     projector_type: Literal["domino"] | None = None
@@ -92,7 +94,7 @@ class DominoConfig(Qwen3Config):
 
     def _merge_nested(self, nested: dict[str, Any]):
         """Take over the fields of `dflash_config`; raise where the top level says otherwise."""
-        for name in NESTED_FIELDS:
+        for name in _READ_NESTED:
             flat, inner = getattr(self, name), nested.get(name)
             if flat is not None and inner is not None and flat != inner:
                 raise ValueError(
@@ -101,9 +103,9 @@ class DominoConfig(Qwen3Config):
                 )
             value = inner if flat is None else flat
             setattr(self, name, _DEFAULTS.get(name) if value is None else value)
-        if unknown := sorted(set(nested) - set(NESTED_FIELDS)):
+        if unknown := sorted(set(nested) - set(_READ_NESTED)):
             logger.warning(
-                f"Ignoring unknown fields of `dflash_config`: {unknown}. Known are {list(NESTED_FIELDS)}; "
+                f"Ignoring unknown fields of `dflash_config`: {unknown}. Known are {list(_READ_NESTED)}; "
                 "check the spelling, a misspelt field silently takes its default."
             )
 
@@ -114,7 +116,8 @@ class DominoConfig(Qwen3Config):
 
     def validate_draft(self):
         """Cross-field rules of a draft; runs with the other validators when the config is made."""
-        if self.block_size < 2:
+        size = self.block_size or 0
+        if size < 2:
             raise ValueError(f"`block_size` is {self.block_size}, but a block holds the anchor and at least one mask.")
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
@@ -135,15 +138,31 @@ class DominoConfig(Qwen3Config):
             raise ValueError(
                 f"`layer_types` has {len(self.layer_types)} entries for `num_hidden_layers` = {self.num_hidden_layers}."
             )
+        if unknown := sorted(set(self.layer_types) - {"full_attention", "sliding_attention"}):
+            raise ValueError(
+                f"`layer_types` holds {unknown}: a draft's layers are 'full_attention' or 'sliding_attention'."
+            )
         if "sliding_attention" in self.layer_types and not self.sliding_window:
             raise ValueError(
                 f"`layer_types` holds sliding_attention but `sliding_window` is {self.sliding_window}: give its width."
+            )
+        # The draft's layers share one rotation over the whole head: another would run, and rotate wrongly.
+        rope = self.rope_parameters or {}
+        if any(isinstance(value, dict) for value in rope.values()):
+            raise ValueError(
+                f"`rope_parameters` names a rotation for each layer type ({sorted(rope)}): give the one that the draft "
+                "was trained with."
+            )
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError(
+                f"`partial_rotary_factor` is {rope['partial_rotary_factor']}, but a draft rotates whole heads: leave "
+                "it out, whatever the target's is."
             )
         if self.has_head:
             missing = [name for name in ("gru_hidden_dim", "emb_dim") if not getattr(self, name)]
             if missing:
                 raise ValueError(f"`projector_type` is 'domino' but {missing} are not set: the head needs its widths.")
-            if not 0 <= self.pure_draft_prefix_len <= self.block_size:
+            if not 0 <= (self.pure_draft_prefix_len or 0) <= size:
                 raise ValueError(
                     f"`pure_draft_prefix_len` is {self.pure_draft_prefix_len}, outside 0..`block_size` = "
                     f"{self.block_size}: a block has no more proposals than that."
@@ -183,7 +202,8 @@ class DominoConfig(Qwen3Config):
         # Engines on transformers 4 read the rotary settings under their old names.
         rope = dict(output.get("rope_parameters") or {})
         output["rope_theta"] = rope.pop("rope_theta", None)
-        output["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
+        if rope.get("rope_type", "default") != "default":
+            output["rope_scaling"] = rope
         return output
 
 

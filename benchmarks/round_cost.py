@@ -11,7 +11,9 @@ predicting positions. Rounds are timed by the streamer, which is called once in 
 
 import argparse
 import json
+import shlex
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -112,7 +114,7 @@ def main():
     print(format_table(["median of", "ms"], rows, ["round / sum", f"{whole / total:.3f}"]))
     if args.output is not None:
         document = {
-            "command": f"python benchmarks/round_cost.py --max-new-tokens {args.max_new_tokens} --repeats {args.repeats}",
+            "command": shlex.join(["python", "benchmarks/round_cost.py", *sys.argv[1:]]),
             "machine": describe_machine(),
             "versions": describe_versions(),
             "block_size": draft.config.block_size,

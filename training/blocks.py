@@ -92,7 +92,7 @@ def build_blocks(
         config (`DominoConfig`): of the draft.
         loss_decay_gamma (`float`, *optional*): scale of the position decay in offsets, `None` for no decay.
     """
-    (rows, length), size, device = input_ids.shape, config.block_size, input_ids.device
+    (rows, length), size, device = input_ids.shape, int(config.block_size or 0), input_ids.device
     offsets = torch.arange(size, device=device)
     positions = anchors[..., None] + offsets
     labels = positions + 1 if config.shift_label else positions
