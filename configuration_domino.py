@@ -94,6 +94,8 @@ class DominoConfig(Qwen3Config):
 
     def _merge_nested(self, nested: dict[str, Any]):
         """Take over the fields of `dflash_config`; raise where the top level says otherwise."""
+        if not isinstance(nested, dict):
+            raise ValueError(f"`dflash_config` is {nested!r}, but must be a dict of {list(_READ_NESTED)}.")
         for name in _READ_NESTED:
             flat, inner = getattr(self, name), nested.get(name)
             if flat is not None and inner is not None and flat != inner:
@@ -159,9 +161,11 @@ class DominoConfig(Qwen3Config):
                 "it out, whatever the target's is."
             )
         if self.has_head:
-            missing = [name for name in ("gru_hidden_dim", "emb_dim") if not getattr(self, name)]
-            if missing:
-                raise ValueError(f"`projector_type` is 'domino' but {missing} are not set: the head needs its widths.")
+            widths = {name: getattr(self, name) for name in ("gru_hidden_dim", "emb_dim")}
+            if bad_widths := {name: width for name, width in widths.items() if not width or width < 0}:
+                raise ValueError(
+                    f"`projector_type` is 'domino' but the head's widths are {bad_widths}: give positive numbers."
+                )
             if not 0 <= (self.pure_draft_prefix_len or 0) <= size:
                 raise ValueError(
                     f"`pure_draft_prefix_len` is {self.pure_draft_prefix_len}, outside 0..`block_size` = "

@@ -91,6 +91,9 @@ class DominoAttention(nn.Module):
 
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
+            if attention_mask is not None:
+                # A cache made from the config forgets what lies before a sliding layer's window.
+                attention_mask = attention_mask[..., -key.shape[-2] :]
 
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
@@ -219,7 +222,7 @@ class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
             position_ids (`torch.LongTensor` of shape `[N, L + B]`, *optional*):
                 Positions of the new context, then of the block. Default: consecutive from the cache's length on.
             attention_mask (`torch.Tensor` or `dict`, *optional*):
-                `[N, P + L + B]` with 0 on padding, or for each layer type a bool mask `[N, 1, B, P + L + B]`, `True`
+                `[N, P + L + B]` with 0 on padding to the left of all text, or for each layer type a bool mask `[N, 1, B, P + L + B]`, `True`
                 where a query may look (as training makes it). Default: the whole context and block, but for sliding
                 layers `config.sliding_window_rule`.
             cache (`Cache`, *optional*):
@@ -234,6 +237,12 @@ class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
         """
         self._check_width("noise_embeds", noise_embeds, self.config.hidden_size)
         self._check_width("context_hidden_states", context_hidden_states, self.fc.in_features)
+
+        if cache is not None and self.config.sliding_window_rule == "none" and any(cache.is_sliding):
+            raise ValueError(
+                "`cache` forgets what lies before the sliding window, but this draft ignores its window "
+                "(`sliding_window_rule` 'none'): make the cache without a config, `DynamicCache()`."
+            )
 
         context = self.hidden_norm(self.fc(context_hidden_states.to(self.dtype)))
         hidden_states = noise_embeds.to(self.dtype)
@@ -274,7 +283,9 @@ class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
         # sdpa reads a bool mask, eager adds a float one.
         if mask is None or mask.dtype != torch.bool or self.config._attn_implementation != "eager":
             return mask
-        return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+        # The softmax runs in float32, where float64's lowest number is -inf and a row that sees nothing becomes NaN.
+        lowest = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, lowest)
 
     # Head, in its two forms: teacher-forced (`prefix_states`) and unrolled (`step`)
 
@@ -332,12 +343,22 @@ class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
         what [`~transformers.PreTrainedModel.from_pretrained`] takes.
 
         Raises:
-            ValueError: when the file lacks weights that the config announces (a head without its tensors, say).
-            RuntimeError: when a tensor's shape is not the config's; the message gives both.
+            ValueError: when the file lacks weights that the config announces (a head without its tensors, say), or a
+                tensor has another shape than the config gives it; the message names both shapes.
         """
         wants_info = kwargs.pop("output_loading_info", False)
+        take_any_shape = kwargs.pop("ignore_mismatched_sizes", False)
         kwargs.setdefault("key_mapping", _FOREIGN_KEYS)
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        # transformers would name the shapes in its log only, so it reports them to us and we raise.
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+        )
+        if info["mismatched_keys"] and not take_any_shape:
+            shapes = [
+                f"`{key}` is {list(found)} in the file and {list(wanted)} by the config"
+                for key, found, wanted in sorted(info["mismatched_keys"])
+            ]
+            raise ValueError(f"{pretrained_model_name_or_path} does not fit its config: {'; '.join(shapes)}.")
         if missing := sorted(info["missing_keys"]):
             head = [key for key in missing if key.startswith(("prefix_gru.", "embed_proj."))]
             advice = (

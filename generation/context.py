@@ -22,7 +22,7 @@ class ContextCapture:
 
     def __init__(self, layer_ids: list[int]):
         self.layer_ids = layer_ids
-        self._outputs: dict[int, list[torch.Tensor]] = {i: [] for i in layer_ids}
+        self._outputs: dict[int, list[torch.Tensor]] = {layer_id: [] for layer_id in layer_ids}
         self._thread = threading.get_ident()
 
     def hook(self, layer_id: int):
@@ -71,9 +71,12 @@ class TargetParts:
     def embed(self, token_ids: torch.LongTensor) -> torch.Tensor:
         """Target embeddings `[..., H]` of `token_ids` `[...]`, as the target's first layer receives them."""
         embeds = self.embedding(token_ids)
-        # Targets that scale inside their embedding module have done it by now; this one scales in its forward.
-        scale = getattr(self.config, "embedding_multiplier", None)
-        return embeds if scale is None else embeds * scale
+        # Most targets that scale do so inside their embedding module and have done it by now; these do in `forward`.
+        if (scale := getattr(self.config, "embedding_multiplier", None)) is not None:
+            embeds = embeds * scale
+        if getattr(self.config, "mup_enabled", False):
+            embeds = embeds * self.config.hidden_size**0.5
+        return embeds
 
     def logits(self, hidden: torch.Tensor, token_ids: torch.LongTensor | None = None) -> torch.Tensor:
         """
@@ -95,8 +98,9 @@ class TargetParts:
             logits = F.linear(hidden, weight[token_ids], None if bias is None else bias[token_ids])
         if (scale := getattr(self.config, "logit_scale", None)) is not None:
             logits = logits * scale
-        if (divisor := getattr(self.config, "logits_scaling", None)) is not None:
-            logits = logits / divisor
+        if (scale := getattr(self.config, "logits_scaling", None)) is not None:
+            # One name, two meanings.
+            logits = logits * scale if self.config.model_type == "hyperclovax" else logits / scale
         if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
             logits = torch.tanh(logits / cap) * cap
         return logits
@@ -105,7 +109,7 @@ class TargetParts:
     def capture(self, layer_ids: list[int]) -> Iterator[ContextCapture]:
         """Listen to `layer_ids` (zero-based decoder layers) for as long as the context is open."""
         capture = ContextCapture(layer_ids)
-        handles = [self.layers[i].register_forward_hook(capture.hook(i)) for i in layer_ids]
+        handles = [self.layers[i].register_forward_hook(capture.hook(i)) for i in set(layer_ids)]
         try:
             yield capture
         finally:

@@ -36,6 +36,7 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    StaticCache,
     TextIteratorStreamer,
     TextStreamer,
 )
@@ -206,7 +207,8 @@ def test_tokens_are_streamed_in_the_round_that_decides_them():
     assert seen == [0] * PROMPT + known_after
 
 
-@pytest.mark.parametrize("offset", range(BLOCK))
+# -1 is the prefill's own token: no round follows.
+@pytest.mark.parametrize("offset", range(-1, BLOCK))
 def test_a_stream_ends_with_an_eos_at_any_offset_of_a_block(offset):
     target = cached_target("phi3-fused")
     prompt, text = prompt_and_plain(target)
@@ -261,6 +263,40 @@ def test_through_custom_generate_transformers_streams_only_the_prompt():
     output = target.generate(prompt, max_new_tokens=NEW_TOKENS, custom_generate=draft.decode, streamer=streamer)
     assert output.tolist() == plain.tolist()
     assert [piece.tolist() for piece in streamer.pieces] == [prompt.tolist()]
+
+
+class RepetitionPenaltyLogitsProcessor(LogitsProcessor):
+    """A user's own, with a stock name and a memory: forbids the tokens it chose before by counting its calls."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        scores = scores.clone()
+        scores[:, (self.calls * 7) % scores.shape[-1] :: 3] = -torch.inf
+        return scores
+
+
+def test_a_users_processor_with_a_stock_name_is_called_once_a_token():
+    target = cached_target()
+    options = [{"logits_processor": LogitsProcessorList([RepetitionPenaltyLogitsProcessor()])} for _ in range(2)]
+    prompt, plain = prompt_and_plain(target, **options[0])
+    draft = good_draft(target, plain, spoil())
+    output = target.generate(prompt, max_new_tokens=NEW_TOKENS, assistant_model=draft, **options[1])
+    assert output.tolist() == plain.tolist()
+    assert options[1]["logits_processor"][0].calls == options[0]["logits_processor"][0].calls == NEW_TOKENS
+
+
+def test_spec_generate_takes_the_stop_tokens_of_the_authors_script():
+    target = cached_target()
+    prompt, plain = prompt_and_plain(target)
+    draft = good_draft(target, plain, spoil())
+    stop = [int(plain[0, PROMPT + 5]), int(plain[0, PROMPT + 12])]
+    expected = target.generate(prompt, max_new_tokens=NEW_TOKENS, eos_token_id=stop, pad_token_id=MASK_TOKEN)
+    output = draft.spec_generate(prompt, target=target, max_new_tokens=NEW_TOKENS, stop_token_ids=stop)
+    assert output.tolist() == expected.tolist()
+    assert output.shape[1] < plain.shape[1]
 
 
 # Details of the output
@@ -397,6 +433,19 @@ def test_num_assistant_tokens_bounds_the_proposals_of_this_call(door, shift_labe
     assert output.acceptance_lengths.tolist() == expected_acceptance(PROMPT, 40, proposals)
 
 
+@each_door
+def test_a_block_longer_than_transformers_default_number_of_assistant_tokens_is_offered_whole(door):
+    # `generate` fills `num_assistant_tokens` with 20 where a user left it out.
+    target = cached_target()
+    prompt, plain = prompt_and_plain(target, new_tokens=60)
+    draft = good_draft(target, plain, block_size=25)
+    with recorded_widths(target) as widths:
+        output = call(door, target, draft)(prompt, max_new_tokens=60, return_dict_in_generate=True)
+    assert output.sequences.tolist() == plain.tolist()
+    assert max(widths[1:]) == 25
+    assert output.acceptance_lengths.tolist() == expected_acceptance(PROMPT, 60, 24)
+
+
 @pytest.mark.parametrize("new_tokens", range(1, 2 * BLOCK + 4))
 def test_no_position_beyond_the_length_limit_is_touched(new_tokens):
     # Learned positions: the table ends with the last position that plain `generate` looks up.
@@ -417,7 +466,9 @@ def test_the_head_can_be_turned_off():
     details = {"max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True}
     on = target.generate(prompt, custom_generate=partial(draft.decode, use_head=True), **details)
     off = target.generate(prompt, custom_generate=partial(draft.decode, use_head=False), **details)
-    assert on.sequences.tolist() == off.sequences.tolist() == plain.tolist()
+    direct = target.generate(prompt, custom_generate=draft.decode, use_head=False, **details)
+    assert direct.acceptance_lengths.tolist() == off.acceptance_lengths.tolist()
+    assert on.sequences.tolist() == off.sequences.tolist() == direct.sequences.tolist() == plain.tolist()
     assert off.acceptance_lengths.tolist() == expected_acceptance(PROMPT, NEW_TOKENS, PROPOSALS)
     assert len(on.acceptance_lengths) > len(off.acceptance_lengths)
 
@@ -524,6 +575,36 @@ def test_a_second_turn_continues_from_the_returned_cache(arch, door, turns):
 
 
 @each_door
+@pytest.mark.parametrize("arch", ["qwen3", "mistral-sliding", "gemma3-scaled-embedding", "gpt2-learned-positions"])
+def test_a_text_cut_by_the_length_limit_is_continued_without_a_new_token(arch, door):
+    target = cached_target(arch)
+    details = {"return_dict_in_generate": True}
+    prompt, plain = prompt_and_plain(target, length=17, new_tokens=3 * NEW_TOKENS)
+    generate = call(door, target, good_draft(target, plain, spoil(17) | spoil(50)))
+    output = generate(prompt, max_new_tokens=NEW_TOKENS, **details)
+    for _ in range(2):
+        cache = {CACHE: getattr(output, CACHE)}
+        output = generate(output.sequences, max_new_tokens=NEW_TOKENS, **cache, **details)
+    assert output.sequences.tolist() == plain.tolist()
+
+
+@each_door
+@pytest.mark.parametrize("arch", ["qwen3", "mistral-sliding"])
+def test_a_static_cache_passed_in_is_honoured_or_refused(arch, door):
+    target = cached_target(arch)
+    prompt, plain = prompt_and_plain(target, length=17)
+    cache = StaticCache(config=target.config, max_cache_len=17 + NEW_TOKENS)
+    try:
+        output = call(door, target, good_draft(target, plain, spoil(17)))(
+            prompt, max_new_tokens=NEW_TOKENS, **{CACHE: cache}
+        )
+    except ValueError as error:
+        assert re.search("cache", str(error), re.IGNORECASE), error
+    else:
+        assert output.tolist() == plain.tolist()
+
+
+@each_door
 def test_a_second_turn_may_pass_its_new_tokens_only(door):
     target = cached_target()
     details = {"max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True}
@@ -561,12 +642,14 @@ def test_generation_configs_are_as_before_the_call(door):
     prompt, plain = prompt_and_plain(target)
     draft = good_draft(target, plain, spoil())
     passed = GenerationConfig(max_new_tokens=NEW_TOKENS, num_assistant_tokens=3, repetition_penalty=1.2)
-    holders = (target.generation_config, draft.generation_config, target.config, draft.config, passed)
-    before = [copy.deepcopy(holder.to_dict()) for holder in holders if holder is not None]
+    holders = [passed, target.config, draft.config, target.generation_config]
+    # A draft need not have one.
+    holders += [draft.generation_config] if getattr(draft, "generation_config", None) else []
+    before = [copy.deepcopy(holder.to_dict()) for holder in holders]
     call(door, target, draft)(prompt, max_new_tokens=NEW_TOKENS, num_assistant_tokens=2)
     call(door, target, draft)(prompt, generation_config=passed)
     call(door, target, draft)(prompt, generation_config=passed, eos_token_id=[1, 2], pad_token_id=MASK_TOKEN)
-    assert [holder.to_dict() for holder in holders if holder is not None] == before
+    assert [holder.to_dict() for holder in holders] == before
 
 
 @each_door
@@ -965,6 +1048,26 @@ def test_other_options_are_honoured_or_refused_but_never_ignored(arch, name, doo
 
 
 # Other assistants, other copies of the package
+
+
+@pytest.mark.parametrize("head", [True, False], ids=["head", "no-head"])
+def test_speculation_type_dflash_runs_the_backbone_through_the_hosts_own_loop(head):
+    # That loop reads offset k as the token at anchor + k, and knows no head.
+    target = cached_target()
+    prompt, plain = prompt_and_plain(target)
+    draft = good_draft(target, plain, spoil(), shift_label=False, head=head)
+    with recorded_widths(target) as widths:
+        output = target.generate(
+            prompt,
+            max_new_tokens=NEW_TOKENS,
+            assistant_model=draft,
+            speculation_type="dflash",
+            return_dict_in_generate=True,
+        )
+    assert type(output) is GenerateDecoderOnlyOutput, "it went through our loop"
+    assert output.sequences.tolist() == plain.tolist()
+    assert len(widths) < NEW_TOKENS, "nothing was accepted"
+
 
 STOCK = """
 import json, sys

@@ -8,6 +8,8 @@ from functools import partial
 import pytest
 import torch
 from helpers import FIXTURES, load_fixture
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 NEW_TOKENS = 48
 BLOCK = 8
@@ -160,4 +162,27 @@ def test_left_padding_changes_neither_tokens_nor_acceptance(name, attention):
     mask = torch.cat([torch.zeros(1, pads, dtype=torch.long), torch.ones_like(prompt_ids)], dim=1)
     output = decode(target, draft, padded, attention_mask=mask)
     assert output.sequences[:, pads:].tolist() == expected["spec_output_ids"].tolist()
+    assert output.acceptance_lengths.tolist() == clipped(expected["acceptance_lengths"].tolist())
+
+
+class RunsTheTarget(LogitsProcessor, StoppingCriteria):
+    """Runs the target itself and changes nothing, as classifier-free guidance does between a pass and its choice."""
+
+    def __init__(self, target, ids):
+        self.target, self.ids = target, ids
+
+    def __call__(self, input_ids, scores):
+        self.target(self.ids)
+        # As a criterion it sees no scores unless they are recorded, and nobody is done.
+        return scores if scores is not None else torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+@pytest.mark.parametrize("role", ["logits_processor", "stopping_criteria"])
+@each_fixture
+def test_target_passes_of_others_do_not_enter_the_context(name, role):
+    expected, draft, target = load(name, "eager")
+    other = RunsTheTarget(target, expected["prompt_ids"][:, :5])
+    lists = {"logits_processor": LogitsProcessorList, "stopping_criteria": StoppingCriteriaList}
+    output = decode(target, draft, expected["prompt_ids"], **{role: lists[role]([other])})
+    assert output.sequences.tolist() == expected["spec_output_ids"].tolist()
     assert output.acceptance_lengths.tolist() == clipped(expected["acceptance_lengths"].tolist())
