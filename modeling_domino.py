@@ -222,9 +222,9 @@ class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
             position_ids (`torch.LongTensor` of shape `[N, L + B]`, *optional*):
                 Positions of the new context, then of the block. Default: consecutive from the cache's length on.
             attention_mask (`torch.Tensor` or `dict`, *optional*):
-                `[N, P + L + B]` with 0 on padding to the left of all text, or for each layer type a bool mask `[N, 1, B, P + L + B]`, `True`
-                where a query may look (as training makes it). Default: the whole context and block, but for sliding
-                layers `config.sliding_window_rule`.
+                `[N, P + L + B]` with 0 on padding to the left of all text, or for each layer type a bool mask
+                `[N, 1, B, P + L + B]`, `True` where a query may look (as training makes it). Default: the whole
+                context and block, but for sliding layers `config.sliding_window_rule`.
             cache (`Cache`, *optional*):
                 Keys and values of the context. It is extended by the context *and* the block: crop the block off
                 after the pass (`cache.crop(-B)`), as transformers' own DFlash loop does.
