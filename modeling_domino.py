@@ -235,6 +235,9 @@ class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
         Raises:
             ValueError: when a tensor's last dimension does not fit the config.
         """
+        if cache is None:
+            # The cache's name in transformers up to 5.23, whose own DFlash loop calls us.
+            cache = kwargs.pop("past_key_values", None)
         self._check_width("noise_embeds", noise_embeds, self.config.hidden_size)
         self._check_width("context_hidden_states", context_hidden_states, self.fc.in_features)
 

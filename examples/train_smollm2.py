@@ -42,6 +42,9 @@ class RecipeArguments:
     block_size: int = field(default=5)
     gru_hidden_dim: int = field(default=256)
     emb_dim: int = field(default=64)
+    new_head_on: str | None = field(
+        default=None, metadata={"help": "Folder of a trained draft: keep its backbone frozen and train a new head."}
+    )
 
 
 def make_draft(target, recipe: RecipeArguments) -> DominoDraftModel:
@@ -75,6 +78,20 @@ def make_draft(target, recipe: RecipeArguments) -> DominoDraftModel:
     return draft
 
 
+def with_new_head(folder: str) -> DominoDraftModel:
+    """The draft in `folder` with its backbone frozen and its head as before training."""
+    draft = DominoDraftModel.from_pretrained(folder, dtype=torch.float32)
+    draft.requires_grad_(False)
+    for module in (draft.prefix_gru, draft.embed_proj):
+        for layer in module.modules():
+            if hasattr(layer, "reset_parameters"):
+                layer.reset_parameters()
+        module.requires_grad_(True)
+    # The correction starts at zero, so that training begins from the base logits.
+    torch.nn.init.zeros_(draft.embed_proj[2].weight)
+    return draft
+
+
 def main():
     logging.basicConfig(level=logging.INFO)
     recipe, args = HfArgumentParser((RecipeArguments, DominoTrainingArguments)).parse_args_into_dataclasses()
@@ -99,7 +116,7 @@ def main():
             folders.append(f"{name}/{split}")
 
     trainer = DominoTrainer(
-        model=make_draft(target, recipe),
+        model=make_draft(target, recipe) if recipe.new_head_on is None else with_new_head(recipe.new_head_on),
         target=TargetParts(target),
         args=args,
         train_dataset=FeatureDataset(*train_folders),

@@ -29,15 +29,14 @@ def register():
     @functools.wraps(decoding)
     def assisted_decoding(self, input_ids, *args, assistant_model=None, **kwargs):
         own = getattr(assistant_model, "assisted_decoding", None)
-        if own is None:
+        if own is None or _asks_for_the_hosts_loop(kwargs.get("generation_config")):
             return decoding(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
         return own(self, input_ids, *args, **kwargs)
 
     @functools.wraps(validation)
     def validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
         own = getattr(generation_mode_kwargs.get("assistant_model"), "validate_assisted_decoding", None)
-        # With `speculation_type` the user asks for the host's own loop around our backbone.
-        if own is None or getattr(generation_config, "speculation_type", None) is not None:
+        if own is None or _asks_for_the_hosts_loop(generation_config):
             return validation(self, generation_mode, generation_config, generation_mode_kwargs)
         return own(self, generation_config)
 
@@ -48,6 +47,11 @@ def register():
         if not hasattr(getattr(GenerationMixin, name), _MARK):
             setattr(method, _MARK, True)
             setattr(GenerationMixin, name, method)
+
+
+def _asks_for_the_hosts_loop(generation_config: GenerationConfig | None) -> bool:
+    """Whether `speculation_type` asks for transformers' own DFlash loop, around our backbone without its head."""
+    return getattr(generation_config, "speculation_type", None) is not None
 
 
 class DominoDecodingMixin:

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What differs between the supported versions of transformers (5.17 to 5.24), in one place."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,6 +19,21 @@ CACHE_NAME = "cache" if "cache" in {f.name for f in fields(GenerateDecoderOnlyOu
 def layer_names(cache: Cache) -> list[str]:
     """Class names of the layers of `cache` that cannot be cropped."""
     return sorted({type(layer).__name__ for layer in cache.layers if not layer.is_croppable})
+
+
+@contextmanager
+def recording_past(cache: Cache) -> Iterator[None]:
+    """
+    Let `cache` be cropped, also where it slides, and leave it as plain decoding would: a user may go on with it, and
+    layers that still record would keep, or trip over, what plain decoding drops.
+    """
+    cache.activate_past_recording()
+    try:
+        yield
+    finally:
+        for layer in cache.layers:
+            if getattr(layer, "record_past", False):
+                layer.record_past = False
 
 
 @dataclass

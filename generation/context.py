@@ -33,15 +33,19 @@ class ContextCapture:
 
         return keep
 
-    def take(self, start: int, stop: int | None, device: torch.device) -> torch.Tensor:
-        """
-        Context features of positions `start..stop` of what the target has read since the last `take` (several passes
-        when the prompt is read in chunks): `[N, stop - start, T * H]`, layers concatenated on the last dimension, on
-        `device`. They are then forgotten, so that nothing large stays alive.
-        """
-        states = [torch.cat(self._outputs[i], dim=1)[:, start:stop].to(device) for i in self.layer_ids]
+    def clear(self):
+        """Forget what was read: a processor of the user's may run the target too, and its passes are not ours."""
         for passes in self._outputs.values():
             passes.clear()
+
+    def take(self, device: torch.device) -> torch.Tensor:
+        """
+        Context features of what the target has read since the last `clear` or `take` (several passes when the prompt
+        is read in chunks): `[N, L, T * H]`, layers concatenated on the last dimension, on `device`. They are then
+        forgotten, so that nothing large stays alive.
+        """
+        states = [torch.cat(self._outputs[i], dim=1).to(device) for i in self.layer_ids]
+        self.clear()
         return torch.cat(states, dim=-1)
 
 

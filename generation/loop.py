@@ -11,10 +11,18 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
+from transformers.generation import logits_process
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from .compat import CACHE_NAME, DominoGenerateOutput, default_num_assistant_tokens, layer_names, make_output
+from .compat import (
+    CACHE_NAME,
+    DominoGenerateOutput,
+    default_num_assistant_tokens,
+    layer_names,
+    make_output,
+    recording_past,
+)
 from .context import TargetParts
 from .rollout import DraftState, draft_hidden, greedy_rollout
 from .verification import verify_greedy
@@ -24,16 +32,16 @@ logger = logging.get_logger(__name__)
 # Processors that depend on nothing but the tokens and logits they are given. These also shape the proposals, which
 # only raises acceptance; any other might count its calls, and must see those of plain decoding only.
 _PURE_PROCESSORS = {
-    "ForcedBOSTokenLogitsProcessor",
-    "ForcedEOSTokenLogitsProcessor",
-    "MinLengthLogitsProcessor",
-    "MinNewTokensLengthLogitsProcessor",
-    "NoBadWordsLogitsProcessor",
-    "NoRepeatNGramLogitsProcessor",
-    "RepetitionPenaltyLogitsProcessor",
-    "SequenceBiasLogitsProcessor",
-    "SuppressTokensAtBeginLogitsProcessor",
-    "SuppressTokensLogitsProcessor",
+    logits_process.ForcedBOSTokenLogitsProcessor,
+    logits_process.ForcedEOSTokenLogitsProcessor,
+    logits_process.MinLengthLogitsProcessor,
+    logits_process.MinNewTokensLengthLogitsProcessor,
+    logits_process.NoBadWordsLogitsProcessor,
+    logits_process.NoRepeatNGramLogitsProcessor,
+    logits_process.RepetitionPenaltyLogitsProcessor,
+    logits_process.SequenceBiasLogitsProcessor,
+    logits_process.SuppressTokensAtBeginLogitsProcessor,
+    logits_process.SuppressTokensLogitsProcessor,
 }
 
 
@@ -47,12 +55,21 @@ class _Record:
         self.hidden_states: tuple | None = () if wanted and config.output_hidden_states else None
         self.attentions: tuple | None = () if wanted and config.output_attentions else None
 
-    def add(self, outputs: Any, logits: torch.Tensor, scores: list[torch.Tensor], num_new: int, is_prefill: bool):
+    def add(
+        self,
+        outputs: Any,
+        cache: Cache,
+        logits: torch.Tensor,
+        scores: list[torch.Tensor],
+        num_new: int,
+        is_prefill: bool,
+    ):
         """
         Append one target pass.
 
         Args:
             outputs: of the target; states and attentions over the prompt, or over anchor and proposals.
+            cache: of the target; knows which layers slide.
             logits (`torch.Tensor` of shape `[1, K + 1, V]`): unprocessed.
             scores (`list` of `[1, V]`): processed, for each new token.
             num_new (`int`): how many tokens of the pass were committed.
@@ -69,15 +86,20 @@ class _Record:
             )
         if self.attentions is not None:
             maps = outputs.attentions
+            windows = [layer.sliding_window if layer.is_sliding else None for layer in cache.layers]
             self.attentions += (
                 (maps,)
                 if is_prefill
                 else tuple(
-                    # Token k saw nothing of the proposals after it.
-                    tuple(a[:, :, k : k + 1, : a.shape[-1] - (a.shape[-2] - 1 - k)] for a in maps)
-                    for k in range(num_new)
+                    tuple(_row(a, k, window) for a, window in zip(maps, windows, strict=True)) for k in range(num_new)
                 )
             )
+
+
+def _row(attention: torch.Tensor, k: int, window: int | None) -> torch.Tensor:
+    """What token k of a round saw: `[1, heads, 1, keys]`, without the proposals after it and the keys out of reach."""
+    stop = attention.shape[-1] - (attention.shape[-2] - 1 - k)
+    return attention[:, :, k : k + 1, 0 if window is None else max(0, stop - window) : stop]
 
 
 def check_supported(generation_config: GenerationConfig, batch_size: int):
@@ -118,12 +140,12 @@ def proposals_per_round(config: Any, generation_config: GenerationConfig) -> int
     How many tokens a round offers: `block_size - 1`, as the public engines do, unless the call says otherwise.
 
     `num_assistant_tokens` bounds it. A draft with shifted labels has one proposal more to give, which a call gets by
-    asking for `block_size` of them. `generate` fills the option in where a user left it out; its default therefore
-    never asks for that one more.
+    asking for `block_size` of them. `generate` fills the option in where a user left it out, so its default counts as
+    left out.
     """
-    asked, default = generation_config.num_assistant_tokens, default_num_assistant_tokens()
-    if asked is None or asked == default:
-        return min(config.block_size - 1, asked or config.block_size)
+    asked = generation_config.num_assistant_tokens
+    if asked is None or asked == default_num_assistant_tokens():
+        return config.block_size - 1
     return max(0, min(asked, config.block_size - (0 if config.shift_label else 1)))
 
 
@@ -187,29 +209,28 @@ def domino_decoding(
     # Recurrent layers know only after their first pass whether they can be cropped; all are asked again below.
     past_length = 0 if cache is not None and any(cache.is_linear) else _check_cache(cache, target).get_seq_length()
 
-    draft_processors = LogitsProcessorList(p for p in logits_processor if type(p).__name__ in _PURE_PROCESSORS)
+    draft_processors = LogitsProcessorList(p for p in logits_processor if type(p) in _PURE_PROCESSORS)
     num_proposals = proposals_per_round(draft.config, generation_config)
     record = _Record(generation_config)
     acceptance_lengths: list[int] = []
 
     with parts.capture(draft.config.target_layer_ids) as capture:
         outputs = target._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
+        features, position = _first_context(target, capture.take(draft.device), model_kwargs, past_length)
         cache = _check_cache(outputs.get(CACHE_NAME), target)
-        # Only now: recording through the prefill would keep what sliding layers drop.
-        cache.activate_past_recording()
-        features, position = _first_context(target, capture.take(0, None, draft.device), model_kwargs, past_length)
         state = DraftState(position)
 
         no_proposal = input_ids.new_empty(1, 0)
         logits = outputs.logits[:, -1:].to(device=input_ids.device, dtype=torch.float32, copy=True)
         verified = verify_greedy(input_ids, no_proposal, logits, logits_processor, stopping_criteria, record.scores)
-        record.add(outputs, logits, verified.scores, 1, is_prefill=True)
+        record.add(outputs, cache, logits, verified.scores, 1, is_prefill=True)
         input_ids = verified.input_ids
         model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=1)
         if streamer is not None:
             streamer.put(input_ids[:, -1:].cpu())
 
-        with target._optimize_model_for_decode():
+        # Only now: recording through the prefill would keep what sliding layers drop.
+        with recording_past(cache), target._optimize_model_for_decode():
             while not verified.stopped:
                 # Propose: never more than can still be committed, so that no position past the limit is touched.
                 anchor = input_ids[:, -1:]
@@ -242,7 +263,9 @@ def domino_decoding(
                 )
                 if "logits_to_keep" in inputs:
                     inputs["logits_to_keep"] = width
+                capture.clear()
                 outputs = target(**inputs, return_dict=True)
+                features = capture.take(draft.device)
                 logits = outputs.logits[:, -width:].to(device=input_ids.device, dtype=torch.float32, copy=True)
                 verified = verify_greedy(
                     input_ids, proposal_ids, logits, logits_processor, stopping_criteria, record.scores
@@ -251,8 +274,8 @@ def domino_decoding(
                 # Commit: of the pass stays what stands before the new anchor, in the cache and as context.
                 kept = verified.num_new
                 outputs[CACHE_NAME].crop(-(width - kept))
-                features = capture.take(0, kept, draft.device)
-                record.add(outputs, logits, verified.scores, kept, is_prefill=False)
+                features = features[:, :kept]
+                record.add(outputs, cache, logits, verified.scores, kept, is_prefill=False)
                 input_ids = verified.input_ids
                 model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=kept)
                 acceptance_lengths.append(kept)

@@ -110,6 +110,7 @@ def greedy_rollout(
             prefix_state = draft.step(target.embed(token).to(draft.device), prefix_state)
             if k >= config.pure_draft_prefix_len:
                 final_logits = final_logits + draft.correction(hidden[:, k], prefix_state).to(final_logits)
+                finite = finite & torch.isfinite(final_logits.amax())
         if logits_processor:
             final_logits = logits_processor(proposal_ids, final_logits.float().to(anchor.device))
         token = final_logits.argmax(-1).to(anchor.device)

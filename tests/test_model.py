@@ -115,7 +115,7 @@ def test_context_features_equal_the_reference(name):
     with TargetParts(target).capture(fixture.draft().config.target_layer_ids) as capture:
         target(fixture.expected["prompt_ids"])
         # The residual stream holds large values, so float noise is larger than elsewhere.
-        close(capture.take(0, None, target.device), fixture.expected["context_features"], atol=1e-4)
+        close(capture.take(target.device), fixture.expected["context_features"], atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -581,7 +581,7 @@ def test_context_features_are_the_raw_outputs_of_the_named_layers(arch):
     parts, ids, layer_ids = TargetParts(target), random_tokens(2, 9), [3, 0, 2]
     with torch.no_grad(), raw_layers(target) as (_, outputs), parts.capture(layer_ids) as capture:
         states = target(ids, output_hidden_states=True).hidden_states
-        features = capture.take(2, 7, target.device)
+        features = capture.take(target.device)[:, 2:7]
     # Layer i is entry i + 1 of `hidden_states`, except that the last entry is taken after the final norm.
     assert torch.equal(features[..., HIDDEN : 2 * HIDDEN], states[1][:, 2:7])
     assert torch.equal(features[..., 2 * HIDDEN :], states[3][:, 2:7])
@@ -596,17 +596,17 @@ def test_passes_are_captured_one_after_another(target, parts):
         alone = []
         for chunk in chunks:
             target(chunk)
-            alone.append(capture.take(0, None, target.device))
+            alone.append(capture.take(target.device))
         for chunk in chunks:
             target(chunk)
-        assert torch.equal(capture.take(2, 10, target.device), torch.cat(alone, dim=1)[:, 2:10])
+        assert torch.equal(capture.take(target.device)[:, 2:10], torch.cat(alone, dim=1)[:, 2:10])
 
 
 def test_a_layer_named_twice_is_captured_twice(target, parts):
     # The config takes such a list, so `fc` has been made for it.
     with torch.no_grad(), parts.capture([1, 1]) as capture:
         states = target(random_tokens(1, 5), output_hidden_states=True).hidden_states[2]
-        assert torch.equal(capture.take(0, None, target.device), torch.cat([states, states], dim=-1))
+        assert torch.equal(capture.take(target.device), torch.cat([states, states], dim=-1))
 
 
 def test_a_closed_capture_leaves_no_hook(target, parts):
@@ -632,7 +632,7 @@ def test_two_threads_capture_only_their_own_pass(target, parts):
             barrier.wait()
             target(ids[i])
             barrier.wait()
-            got[i] = capture.take(0, None, target.device)
+            got[i] = capture.take(target.device)
 
     threads = [threading.Thread(target=run, args=(i,)) for i in (0, 1)]
     for thread in threads:

@@ -182,7 +182,7 @@ class TestFeatures:
             parts = TargetParts(target)
             with parts.capture(LAYER_IDS) as capture:
                 output = target.get_decoder()(ids)
-                expected = capture.take(0, None, ids.device)[0]
+                expected = capture.take(ids.device)[0]
             torch.testing.assert_close(item["context_hidden_states"].float(), expected, rtol=1e-2, atol=1e-2)
             torch.testing.assert_close(
                 item["last_hidden_state"].float(), output.last_hidden_state[0], rtol=1e-2, atol=1e-2

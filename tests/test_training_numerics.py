@@ -342,7 +342,7 @@ def parts(target):
 def features_of(target, parts, ids, draft):
     with torch.no_grad(), parts.capture(draft.config.target_layer_ids) as capture:
         target(ids)
-        return capture.take(0, None, target.device)
+        return capture.take(target.device)
 
 
 @every_backend

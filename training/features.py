@@ -74,7 +74,7 @@ def cache_features(
             # Right padding: causal attention keeps it out of every real position.
             with parts.capture(layer_ids) as capture:
                 output = decoder(input_ids=ids.to(target.device), use_cache=False)
-                context = capture.take(0, None, torch.device("cpu"))
+                context = capture.take(torch.device("cpu"))
             for slot, i in enumerate(chosen):
                 # Copies, so that a row does not keep its padded batch alive.
                 made[i] = (
