@@ -1,0 +1,377 @@
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What does a Domino draft compute? The backbone (a whole block in one pass) and the head (a causal correction).
+
+Shape symbols used throughout:
+    N  rows of the batch              B  positions of a block (`block_size`)
+    L  context positions of one pass  P  context positions already in the cache
+    H  hidden size, the target's own  T  number of `target_layer_ids`
+    G  width of the prefix state      E  width of the head's bottleneck      V  vocabulary, the target's own
+
+The draft owns neither an embedding nor an output head: both are the target's (`generation/context.py` borrows them).
+Source: arXiv 2605.29707; the backbone is that of DFlash with Qwen3-style layers.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    eager_attention_forward,
+    rotate_half,
+)
+
+from .configuration_domino import DominoConfig
+from .generation import DominoDecodingMixin
+
+# Names under which other trainers store the same tensors.
+_FOREIGN_KEYS = {
+    r"^model\.": "",
+    r"^encoder\.fc\.": "fc.",
+    r"^encoder\.output_norm_enc\.": "hidden_norm.",
+}
+
+
+class DominoRotaryEmbedding(Qwen3RotaryEmbedding):
+    """Rotary embedding whose frequencies stay float32 when the draft is cast: in bf16 they drift with position."""
+
+    def _apply(self, fn, recurse=True):
+        frequencies = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, buffer in frequencies.items():
+            cast = getattr(self, name)
+            if cast.dtype != buffer.dtype and not buffer.is_meta:
+                setattr(self, name, buffer.to(cast.device))
+        return self
+
+
+class DominoAttention(nn.Module):
+    """Attention with queries from the block, keys and values from context features and block alike."""
+
+    def __init__(self, config: DominoConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        # The block is bidirectional unless a mask says otherwise.
+        self.is_causal = False
+
+        hidden, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(hidden, config.num_attention_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, hidden, bias=bias)
+        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def forward(self, hidden_states, context, position_embeddings, attention_mask, cache: Cache | None, **kwargs):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        keys_and_values = torch.cat([context, hidden_states], dim=1)
+        kv_shape = (*keys_and_values.shape[:-1], -1, self.head_dim)
+
+        query = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(keys_and_values).view(kv_shape)).transpose(1, 2)
+        value = self.v_proj(keys_and_values).view(kv_shape).transpose(1, 2)
+
+        cos, sin = (table.unsqueeze(1) for table in position_embeddings)
+        key = key * cos + rotate_half(key) * sin
+        # Queries are the last positions of the pass, so they take the tail of the tables.
+        cos, sin = cos[:, :, -query.shape[2] :], sin[:, :, -query.shape[2] :]
+        query = query * cos + rotate_half(query) * sin
+
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+            if attention_mask is not None:
+                # A cache made from the config forgets what lies before a sliding layer's window.
+                attention_mask = attention_mask[..., -key.shape[-2] :]
+
+        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        output, _ = attention(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
+
+
+class DominoLayer(nn.Module):
+    """One Qwen3-style decoder layer (pre-norm attention, pre-norm SwiGLU) with the context injected as keys/values."""
+
+    def __init__(self, config: DominoConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = DominoAttention(config, layer_idx)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, hidden_states, context, position_embeddings, attention_mask, cache: Cache | None, **kwargs):
+        attended = self.self_attn(
+            self.input_layernorm(hidden_states), context, position_embeddings, attention_mask, cache, **kwargs
+        )
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+def block_mask(
+    rule: str, window: int | None, block_size: int, kv_length: int, device: torch.device
+) -> torch.Tensor | None:
+    """
+    Which keys a block sees in one drafting pass, when context positions are contiguous.
+
+    Args:
+        rule (`str`): `"none"` (also full attention), `"causal"` or `"symmetric"`, see `DominoConfig`.
+        window (`int`, *optional*): width of the sliding window in tokens; unused with `"none"`.
+        block_size (`int`): block positions of the pass (B); they are the last B keys.
+        kv_length (`int`): keys in all (P + L + B).
+
+    Returns:
+        Bool tensor `[B, kv_length]`, `True` where a query may look, or `None` when it may look everywhere.
+    """
+    if rule == "none":
+        return None
+    query = torch.arange(kv_length - block_size, kv_length, device=device)[:, None]
+    distance = query - torch.arange(kv_length, device=device)[None]
+    if rule == "causal":
+        return (distance >= 0) & (distance < window)
+    return distance.abs() < window
+
+
+class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
+    """
+    The draft: a few parallel layers fed with the target's hidden states, and the Domino head.
+
+    `forward` is the backbone, `prefix_states` / `step` / `correction` are the head. Decoding lives in `generation/`
+    and reaches this class through its mixin; a draft holds no per-call state, so threads may share it.
+
+    Source: arXiv 2605.29707, sections on the parallel backbone and the Domino head.
+    """
+
+    config_class = DominoConfig
+    config: DominoConfig
+    base_model_prefix = ""
+    main_input_name = "noise_embeds"
+    _no_split_modules = ["DominoLayer"]  # noqa: RUF012
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    def __init__(self, config: DominoConfig):
+        super().__init__(config)
+        target_layer_ids = config.require_complete()
+        hidden = config.hidden_size
+        self.fc = nn.Linear(len(target_layer_ids) * hidden, hidden, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(DominoLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.rotary_emb = DominoRotaryEmbedding(config)
+        if config.has_head:
+            self.prefix_gru = nn.GRU(hidden, config.gru_hidden_dim, bias=False, batch_first=True)
+            self.embed_proj = nn.Sequential(
+                nn.Linear(hidden + config.gru_hidden_dim, config.emb_dim, bias=False),
+                nn.SiLU(),
+                nn.Linear(config.emb_dim, config.vocab_size, bias=False),
+            )
+        self.post_init()
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.GRU):
+            # torch's own range for a GRU, through transformers' functions: they leave loaded tensors alone.
+            bound = module.hidden_size**-0.5
+            for weight in module.parameters():
+                init.uniform_(weight, -bound, bound)
+        else:
+            super()._init_weights(module)
+
+    # Backbone
+
+    def forward(
+        self,
+        noise_embeds: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        position_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor | None] | None = None,
+        cache: Cache | None = None,
+        **kwargs,
+    ) -> BaseModelOutput:
+        r"""
+        One drafting pass: hidden states for a whole block.
+
+        Args:
+            noise_embeds (`torch.Tensor` of shape `[N, B, H]`):
+                Target embeddings of anchor and mask tokens. In training, all blocks of a row one after another.
+            context_hidden_states (`torch.Tensor` of shape `[N, L, T * H]`):
+                Context features of the verified positions that `cache` does not hold yet; any float dtype.
+            position_ids (`torch.LongTensor` of shape `[N, L + B]`, *optional*):
+                Positions of the new context, then of the block. Default: consecutive from the cache's length on.
+            attention_mask (`torch.Tensor` or `dict`, *optional*):
+                `[N, P + L + B]` with 0 on padding to the left of all text, or for each layer type a bool mask
+                `[N, 1, B, P + L + B]`, `True` where a query may look (as training makes it). Default: the whole
+                context and block, but for sliding layers `config.sliding_window_rule`.
+            cache (`Cache`, *optional*):
+                Keys and values of the context. It is extended by the context *and* the block: crop the block off
+                after the pass (`cache.crop(-B)`), as transformers' own DFlash loop does.
+
+        Returns:
+            `BaseModelOutput` with `last_hidden_state` (draft hidden) of shape `[N, B, H]`.
+
+        Raises:
+            ValueError: when a tensor's last dimension does not fit the config.
+        """
+        if cache is None:
+            # The cache's name in transformers up to 5.23, whose own DFlash loop calls us.
+            cache = kwargs.pop("past_key_values", None)
+        self._check_width("noise_embeds", noise_embeds, self.config.hidden_size)
+        self._check_width("context_hidden_states", context_hidden_states, self.fc.in_features)
+
+        if cache is not None and self.config.sliding_window_rule == "none" and any(cache.is_sliding):
+            raise ValueError(
+                "`cache` forgets what lies before the sliding window, but this draft ignores its window "
+                "(`sliding_window_rule` 'none'): make the cache without a config, `DynamicCache()`."
+            )
+
+        context = self.hidden_norm(self.fc(context_hidden_states.to(self.dtype)))
+        hidden_states = noise_embeds.to(self.dtype)
+        past = cache.get_seq_length() if cache is not None else 0
+        kv_length = past + context.shape[1] + hidden_states.shape[1]
+        if position_ids is None:
+            position_ids = torch.arange(past, kv_length, device=hidden_states.device)[None]
+        if not isinstance(attention_mask, dict):
+            attention_mask = self._layer_masks(attention_mask, hidden_states.shape[1], kv_length, hidden_states.device)
+        masks = {name: self._backend_mask(mask, hidden_states.dtype) for name, mask in attention_mask.items()}
+        position_embeddings = self.rotary_emb(hidden_states, position_ids)
+
+        for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
+            hidden_states = layer(hidden_states, context, position_embeddings, masks[layer_type], cache, **kwargs)
+        return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
+
+    def _check_width(self, name: str, tensor: torch.Tensor, width: int):
+        if tensor.shape[-1] != width:
+            raise ValueError(
+                f"`{name}` has {tensor.shape[-1]} features in its last dimension, but this draft takes {width} "
+                f"(hidden_size {self.config.hidden_size}, target_layer_ids {self.config.target_layer_ids}): "
+                "it belongs to another target."
+            )
+
+    def _layer_masks(self, padding, block_size, kv_length, device) -> dict[str, torch.Tensor | None]:
+        masks = {}
+        for layer_type in set(self.config.layer_types):
+            rule = str(self.config.sliding_window_rule) if layer_type == "sliding_attention" else "none"
+            mask = block_mask(rule, self.config.sliding_window, block_size, kv_length, device)
+            mask = None if mask is None else mask[None, None]
+            if padding is not None:
+                seen = padding[:, None, None, :].bool()
+                mask = seen.expand(-1, 1, block_size, -1) if mask is None else mask & seen
+            masks[layer_type] = mask
+        return masks
+
+    def _backend_mask(self, mask, dtype):
+        # sdpa reads a bool mask, eager adds a float one.
+        if mask is None or mask.dtype != torch.bool or self.config._attn_implementation != "eager":
+            return mask
+        # The softmax runs in float32, where float64's lowest number is -inf and a row that sees nothing becomes NaN.
+        lowest = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, lowest)
+
+    # Head, in its two forms: teacher-forced (`prefix_states`) and unrolled (`step`)
+
+    def prefix_states(self, token_embeds: torch.Tensor) -> torch.Tensor:
+        """
+        Prefix state after each token of a block, read from the true tokens at once (teacher-forced).
+
+        Args:
+            token_embeds (`torch.Tensor` of shape `[M, K, H]`): target embeddings of K tokens from the anchor on.
+
+        Returns:
+            `[M, K, G]`: entry i has read tokens 0..i, from a zero state.
+        """
+        return self.prefix_gru(token_embeds.to(self.dtype))[0]
+
+    def step(self, token_embeds: torch.Tensor, prefix_state: torch.Tensor | None) -> torch.Tensor:
+        """
+        The same recurrence one token at a time (unrolled).
+
+        Args:
+            token_embeds (`torch.Tensor` of shape `[M, H]`): target embeddings of the next token.
+            prefix_state (`torch.Tensor` of shape `[M, G]`, *optional*): `None` before the anchor is read.
+
+        Returns:
+            The new prefix state, `[M, G]`.
+        """
+        state = None if prefix_state is None else prefix_state[None]
+        return self.prefix_gru(token_embeds.to(self.dtype)[:, None], state)[1][0]
+
+    def correction(
+        self, draft_hidden: torch.Tensor, prefix_state: torch.Tensor, token_ids: torch.LongTensor | None = None
+    ) -> torch.Tensor:
+        """
+        What the head adds to the base logits: `W2 silu(W1 [hidden ; state])`.
+
+        Args:
+            draft_hidden (`torch.Tensor` of shape `[..., H]`): backbone output at the predicting positions.
+            prefix_state (`torch.Tensor` of shape `[..., G]`): state after the tokens before the predicted ones.
+            token_ids (`torch.LongTensor` of shape `[K]`, *optional*): score only these ids.
+
+        Returns:
+            Correction logits `[..., V]`, or `[..., K]`.
+        """
+        fused = torch.cat([draft_hidden, prefix_state], dim=-1)
+        if token_ids is None:
+            return self.embed_proj(fused)
+        return nn.functional.linear(self.embed_proj[:2](fused), self.embed_proj[2].weight[token_ids])
+
+    # Loading and saving
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """
+        Load a draft from a folder or Hub id: official Domino or DFlash layout, or one saved by this package. Takes
+        what [`~transformers.PreTrainedModel.from_pretrained`] takes.
+
+        Raises:
+            ValueError: when the file lacks weights that the config announces (a head without its tensors, say), or a
+                tensor has another shape than the config gives it; the message names both shapes.
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        take_any_shape = kwargs.pop("ignore_mismatched_sizes", False)
+        kwargs.setdefault("key_mapping", _FOREIGN_KEYS)
+        # transformers would name the shapes in its log only, so it reports them to us and we raise.
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+        )
+        if info["mismatched_keys"] and not take_any_shape:
+            shapes = [
+                f"`{key}` is {list(found)} in the file and {list(wanted)} by the config"
+                for key, found, wanted in sorted(info["mismatched_keys"])
+            ]
+            raise ValueError(f"{pretrained_model_name_or_path} does not fit its config: {'; '.join(shapes)}.")
+        if missing := sorted(info["missing_keys"]):
+            head = [key for key in missing if key.startswith(("prefix_gru.", "embed_proj."))]
+            advice = (
+                "the config announces a Domino head (`projector_type` 'domino') that the file does not hold; "
+                "remove `projector_type` to load the draft without a head"
+                if head == missing
+                else "the file is not a whole draft of this config"
+            )
+            raise ValueError(f"{pretrained_model_name_or_path} lacks the weights {missing}: {advice}.")
+        return (model, info) if wants_info else model
+
+
+__all__ = ["DominoDraftModel"]
