@@ -23,7 +23,7 @@ from .compat import (
     make_output,
     recording_past,
 )
-from .context import TargetParts
+from .context import ContextCapture, TargetParts
 from .rollout import DraftState, draft_hidden, greedy_rollout
 from .verification import verify_greedy
 
@@ -173,6 +173,136 @@ def _first_context(target: PreTrainedModel, features: torch.Tensor, model_kwargs
     return features[:, real[-length:].to(features.device)], int(real[:-length].sum())
 
 
+class _Decoding:
+    """
+    One call of `generate`: what is decided so far, and the steps of a round.
+
+    Args:
+        draft, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer, use_head,
+            model_kwargs: as for [`domino_decoding`].
+        parts (`TargetParts`): of the target.
+        capture (`ContextCapture`): open on the target layers that the draft reads.
+    """
+
+    def __init__(
+        self,
+        draft,
+        target: PreTrainedModel,
+        parts: TargetParts,
+        capture: ContextCapture,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: BaseStreamer | None,
+        use_head: bool,
+        model_kwargs: dict[str, Any],
+    ):
+        self.draft, self.target, self.parts, self.capture = draft, target, parts, capture
+        self.generation_config, self.use_head = generation_config, use_head
+        self.logits_processor, self.stopping_criteria, self.streamer = logits_processor, stopping_criteria, streamer
+        self.draft_processors = LogitsProcessorList(p for p in logits_processor if type(p) in _PURE_PROCESSORS)
+        self.num_proposals = proposals_per_round(draft.config, generation_config)
+
+        self.input_ids, self.model_kwargs = input_ids, model_kwargs
+        self.record = _Record(generation_config)
+        self.acceptance_lengths: list[int] = []
+        self.stopped = False
+
+    def prefill(self):
+        """Read the prompt and commit the target's first token: the first anchor."""
+        cache = self.model_kwargs.get(CACHE_NAME)
+        # Recurrent layers know only after their first pass whether they can be cropped; all are asked again below.
+        recurrent = cache is not None and any(cache.is_linear)
+        past_length = 0 if recurrent else _check_cache(cache, self.target).get_seq_length()
+        outputs = self.target._prefill(
+            self.input_ids, self.generation_config, self.model_kwargs, is_first_iteration=True
+        )
+        features, position = _first_context(
+            self.target, self.capture.take(self.draft.device), self.model_kwargs, past_length
+        )
+        self.draft_state = DraftState(position)
+        self.cache = _check_cache(outputs.get(CACHE_NAME), self.target)
+        self._commit(outputs, features, self.input_ids.new_empty(1, 0), is_prefill=True)
+
+    def propose(self) -> torch.LongTensor:
+        """
+        What the draft offers after the anchor, `[1, K]`: never more than can still be committed, so that no position
+        past the limit is touched.
+        """
+        budget = self.num_proposals
+        if self.stopping_criteria.max_length is not None:
+            budget = min(budget, self.stopping_criteria.max_length - self.input_ids.shape[1] - 1)
+        if budget <= 0:
+            return self.input_ids.new_empty(1, 0)
+        anchor = self.input_ids[:, -1:]
+        hidden = draft_hidden(self.draft, self.parts, self.draft_state, self.features, anchor)
+        proposal = greedy_rollout(
+            self.draft, self.parts, hidden, anchor, budget, self.input_ids, self.draft_processors, self.use_head
+        )
+        if not proposal.finite:
+            logger.warning_once(
+                "The draft's logits are not finite, so its proposals are noise (the output is still the target's). "
+                f"Its dtype is {self.draft.dtype}; try another, or check its weights."
+            )
+        return proposal.proposal_ids
+
+    def verify(self, proposal_ids: torch.LongTensor):
+        """One target pass over anchor and proposals; commit what stands before the new anchor."""
+        width = proposal_ids.shape[1] + 1
+        model_kwargs = dict(self.model_kwargs)
+        if width > 1:
+            model_kwargs = self.target._update_model_kwargs_for_generation(
+                self.outputs, model_kwargs, num_new_tokens=width - 1
+            )
+        inputs = self.target.prepare_inputs_for_generation(
+            torch.cat([self.input_ids, proposal_ids], dim=-1),
+            next_sequence_length=width,
+            is_first_iteration=False,
+            **model_kwargs,
+        )
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = width
+        self.capture.clear()
+        outputs = self.target(**inputs, return_dict=True)
+        self._commit(outputs, self.capture.take(self.draft.device), proposal_ids, is_prefill=False)
+
+    def _commit(self, outputs, features: torch.Tensor, proposal_ids: torch.LongTensor, is_prefill: bool):
+        """Keep of a target pass what the rule of verification lets stand, in ids, cache, context and record."""
+        width = proposal_ids.shape[1] + 1
+        logits = outputs.logits[:, -width:].to(device=self.input_ids.device, dtype=torch.float32, copy=True)
+        verified = verify_greedy(
+            self.input_ids, proposal_ids, logits, self.logits_processor, self.stopping_criteria, self.record.scores
+        )
+        num_new = verified.num_new
+        if not is_prefill:
+            self.cache.crop(-(width - num_new))
+            features = features[:, :num_new]
+            self.acceptance_lengths.append(num_new)
+        self.record.add(outputs, self.cache, logits, verified.scores, num_new, is_prefill)
+        self.model_kwargs = self.target._update_model_kwargs_for_generation(
+            outputs, self.model_kwargs, num_new_tokens=num_new
+        )
+        self.outputs, self.features = outputs, features
+        self.input_ids, self.stopped = verified.input_ids, verified.stopped
+        if self.streamer is not None:
+            self.streamer.put(self.input_ids[:, -num_new:].cpu())
+
+    def result(self) -> DominoGenerateOutput | torch.LongTensor:
+        """What `generate` returns."""
+        if not self.generation_config.return_dict_in_generate:
+            return self.input_ids
+        return make_output(
+            cache=self.cache,
+            sequences=self.input_ids,
+            scores=self.record.scores,
+            logits=self.record.logits,
+            attentions=self.record.attentions,
+            hidden_states=self.record.hidden_states,
+            acceptance_lengths=torch.tensor(self.acceptance_lengths, dtype=torch.long),
+        )
+
+
 @torch.no_grad()
 def domino_decoding(
     draft,
@@ -205,93 +335,25 @@ def domino_decoding(
     check_supported(generation_config, input_ids.shape[0])
     parts = TargetParts(target)
     draft.check_target(target)
-    cache = model_kwargs.get(CACHE_NAME)
-    # Recurrent layers know only after their first pass whether they can be cropped; all are asked again below.
-    past_length = 0 if cache is not None and any(cache.is_linear) else _check_cache(cache, target).get_seq_length()
-
-    draft_processors = LogitsProcessorList(p for p in logits_processor if type(p) in _PURE_PROCESSORS)
-    num_proposals = proposals_per_round(draft.config, generation_config)
-    record = _Record(generation_config)
-    acceptance_lengths: list[int] = []
-
     with parts.capture(draft.config.target_layer_ids) as capture:
-        outputs = target._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
-        features, position = _first_context(target, capture.take(draft.device), model_kwargs, past_length)
-        cache = _check_cache(outputs.get(CACHE_NAME), target)
-        state = DraftState(position)
-
-        no_proposal = input_ids.new_empty(1, 0)
-        logits = outputs.logits[:, -1:].to(device=input_ids.device, dtype=torch.float32, copy=True)
-        verified = verify_greedy(input_ids, no_proposal, logits, logits_processor, stopping_criteria, record.scores)
-        record.add(outputs, cache, logits, verified.scores, 1, is_prefill=True)
-        input_ids = verified.input_ids
-        model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=1)
-        if streamer is not None:
-            streamer.put(input_ids[:, -1:].cpu())
-
+        decoding = _Decoding(
+            draft,
+            target,
+            parts,
+            capture,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            streamer,
+            use_head,
+            model_kwargs,
+        )
+        decoding.prefill()
         # Only now: recording through the prefill would keep what sliding layers drop.
-        with recording_past(cache), target._optimize_model_for_decode():
-            while not verified.stopped:
-                # Propose: never more than can still be committed, so that no position past the limit is touched.
-                anchor = input_ids[:, -1:]
-                budget = num_proposals
-                if stopping_criteria.max_length is not None:
-                    budget = min(budget, stopping_criteria.max_length - input_ids.shape[1] - 1)
-                proposal_ids = no_proposal
-                if budget > 0:
-                    hidden = draft_hidden(draft, parts, state, features, anchor)
-                    proposal = greedy_rollout(
-                        draft, parts, hidden, anchor, budget, input_ids, draft_processors, use_head
-                    )
-                    proposal_ids = proposal.proposal_ids
-                    if not proposal.finite:
-                        logger.warning_once(
-                            "The draft's logits are not finite, so its proposals are noise (the output is still the "
-                            f"target's). Its dtype is {draft.dtype}; try another, or check its weights."
-                        )
-
-                # Verify: one target pass over anchor and proposals.
-                candidate_ids = torch.cat([input_ids, proposal_ids], dim=-1)
-                width = proposal_ids.shape[1] + 1
-                candidate_kwargs = dict(model_kwargs)
-                if width > 1:
-                    candidate_kwargs = target._update_model_kwargs_for_generation(
-                        outputs, candidate_kwargs, num_new_tokens=width - 1
-                    )
-                inputs = target.prepare_inputs_for_generation(
-                    candidate_ids, next_sequence_length=width, is_first_iteration=False, **candidate_kwargs
-                )
-                if "logits_to_keep" in inputs:
-                    inputs["logits_to_keep"] = width
-                capture.clear()
-                outputs = target(**inputs, return_dict=True)
-                features = capture.take(draft.device)
-                logits = outputs.logits[:, -width:].to(device=input_ids.device, dtype=torch.float32, copy=True)
-                verified = verify_greedy(
-                    input_ids, proposal_ids, logits, logits_processor, stopping_criteria, record.scores
-                )
-
-                # Commit: of the pass stays what stands before the new anchor, in the cache and as context.
-                kept = verified.num_new
-                outputs[CACHE_NAME].crop(-(width - kept))
-                features = features[:, :kept]
-                record.add(outputs, cache, logits, verified.scores, kept, is_prefill=False)
-                input_ids = verified.input_ids
-                model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=kept)
-                acceptance_lengths.append(kept)
-                if streamer is not None:
-                    streamer.put(input_ids[:, -kept:].cpu())
-
+        with recording_past(decoding.cache), target._optimize_model_for_decode():
+            while not decoding.stopped:
+                decoding.verify(decoding.propose())
     if streamer is not None:
         streamer.end()
-    if not generation_config.return_dict_in_generate:
-        return input_ids
-    return make_output(
-        cache=outputs[CACHE_NAME],
-        sequences=input_ids,
-        scores=record.scores,
-        logits=record.logits,
-        attentions=record.attentions,
-        hidden_states=record.hidden_states,
-        acceptance_lengths=torch.tensor(acceptance_lengths, dtype=torch.long),
-    )
+    return decoding.result()
