@@ -3,16 +3,20 @@
 """Train a draft for SmolLM2-135M-Instruct on text that this target wrote: the recipe of the embedded default.
 
     python examples/train_smollm2.py --rows chat.jsonl --features_dir runs/features --output_dir runs/draft \
-        --max_steps 6000 --learning_rate 1e-3 --bf16 --use_cpu
+        --do_train --do_eval --max_steps 6000 --learning_rate 1e-3 --bf16 --use_cpu
+    python examples/train_smollm2.py --rows held_out.jsonl --eval_every 1 --features_dir runs/features \
+        --output_dir runs/eval --start_from runs/draft --do_eval --bf16 --use_cpu
 
 `--rows` are files of `{"messages": [...], "finished": bool}` rows written by the target itself. Features are cached
 once (the size is printed first); a killed run goes on with `--resume_from_checkpoint`. Every `--eval_every`-th row is
-held out. Expect about 1 s per step of 8 rows on 2 cores with bf16 matrix units.
+held out, and `--do_eval` measures the draft on those, file by file. Expect about 1 s per step of 8 rows on 2 cores
+with bf16 matrix units.
 """
 
 import logging
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from transformers import HfArgumentParser, set_seed
@@ -42,12 +46,19 @@ class RecipeArguments:
     block_size: int = field(default=5)
     gru_hidden_dim: int = field(default=256)
     emb_dim: int = field(default=64)
-    new_head_on: str | None = field(
-        default=None, metadata={"help": "Folder of a trained draft: keep its backbone frozen and train a new head."}
+    start_from: str | None = field(
+        default=None, metadata={"help": "Folder of a draft to start from, instead of the target's own layers."}
+    )
+    new_head: bool = field(
+        default=False, metadata={"help": "With --start_from: keep the backbone frozen and train a new head."}
     )
 
+    def __post_init__(self):
+        if self.new_head and self.start_from is None:
+            raise ValueError("`new_head` needs the backbone of a trained draft: name its folder with `start_from`.")
 
-def make_draft(target, recipe: RecipeArguments) -> DominoDraftModel:
+
+def new_draft(target, recipe: RecipeArguments) -> DominoDraftModel:
     """A draft of the target's own layer shape, started from its layers."""
     config = target.config
     draft = DominoDraftModel(
@@ -78,18 +89,15 @@ def make_draft(target, recipe: RecipeArguments) -> DominoDraftModel:
     return draft
 
 
-def with_new_head(folder: str) -> DominoDraftModel:
-    """The draft in `folder` with its backbone frozen and its head as before training."""
-    draft = DominoDraftModel.from_pretrained(folder, dtype=torch.float32)
+def renew_head(draft: DominoDraftModel):
+    """Freeze the backbone and put the head back to where training begins: no correction."""
     draft.requires_grad_(False)
     for module in (draft.prefix_gru, draft.embed_proj):
         for layer in module.modules():
             if hasattr(layer, "reset_parameters"):
                 layer.reset_parameters()
         module.requires_grad_(True)
-    # The correction starts at zero, so that training begins from the base logits.
     torch.nn.init.zeros_(draft.embed_proj[2].weight)
-    return draft
 
 
 def main():
@@ -99,34 +107,49 @@ def main():
     target, tokenizer = load_default_target(dtype=torch.bfloat16)
     target.requires_grad_(False)
 
-    train_folders, eval_folders = [], []
+    train_folders, eval_datasets = [], {}
     for path in recipe.rows:
         rows = [
             encode_chat(tokenizer, row["messages"], recipe.max_length, row.get("finished", True))
             for row in read_chat_rows(path)
         ]
-        name = f"{recipe.features_dir}/{path.split('/')[-1].removesuffix('.jsonl')}"
-        for split, chosen, folders in (
-            ("eval", rows[:: recipe.eval_every], eval_folders),
-            ("train", [row for i, row in enumerate(rows) if i % recipe.eval_every], train_folders),
-        ):
+        splits = {"eval": rows[:: recipe.eval_every]}
+        if args.do_train:
+            splits["train"] = [row for i, row in enumerate(rows) if i % recipe.eval_every]
+        name = Path(path).stem
+        for split, chosen in splits.items():
+            folder = f"{recipe.features_dir}/{name}/{split}"
             size = feature_bytes(chosen, target.config.hidden_size, len(recipe.target_layer_ids))
             logger.info(f"{path}: {len(chosen)} {split} rows, features take {size / 1e9:.2f} GB")
-            cache_features(target, chosen, recipe.target_layer_ids, f"{name}/{split}")
-            folders.append(f"{name}/{split}")
+            cache_features(target, chosen, recipe.target_layer_ids, folder)
+            if split == "train":
+                train_folders.append(folder)
+            else:
+                eval_datasets[name] = FeatureDataset(folder)
 
+    if recipe.start_from is None:
+        draft = new_draft(target, recipe)
+    else:
+        draft = DominoDraftModel.from_pretrained(recipe.start_from, dtype=torch.float32)
+    if recipe.new_head:
+        renew_head(draft)
     trainer = DominoTrainer(
-        model=make_draft(target, recipe) if recipe.new_head_on is None else with_new_head(recipe.new_head_on),
+        model=draft,
         target=TargetParts(target),
         args=args,
-        train_dataset=FeatureDataset(*train_folders),
-        eval_dataset=FeatureDataset(*eval_folders),
+        train_dataset=FeatureDataset(*train_folders) if args.do_train else None,
+        eval_dataset=eval_datasets,
     )
-    start, cpu = time.time(), time.process_time()
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint and get_last_checkpoint(args.output_dir))
-    logger.info(f"trained for {(time.time() - start) / 60:.1f} min, {(time.process_time() - cpu) / 60:.1f} CPU min")
-    trainer.save_model()
-    trainer.log_metrics("eval", trainer.evaluate())
+    if args.do_train:
+        start, cpu = time.time(), time.process_time()
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint and get_last_checkpoint(args.output_dir))
+        minutes = (time.time() - start) / 60, (time.process_time() - cpu) / 60
+        logger.info(f"trained for {minutes[0]:.1f} min, {minutes[1]:.1f} CPU min")
+        trainer.save_model()
+    if args.do_eval:
+        metrics = trainer.evaluate()
+        trainer.log_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
 
 
 if __name__ == "__main__":

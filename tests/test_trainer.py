@@ -120,6 +120,22 @@ class TestTrainer:
             assert first[name] == second[name]
         assert trainer._take_metrics() == {"accuracy": 0.75}
 
+    def test_several_held_out_sets_are_reported_by_name_also_without_training_rows(self, target, features, tmp_path):
+        draft = make_draft(target, target_layer_ids=LAYER_IDS)
+        settings = {"output_dir": str(tmp_path), "num_anchors": 6, "report_to": "none", "use_cpu": True}
+        whole = make_trainer(target, features, tmp_path, draft).evaluate()
+        trainer = DominoTrainer(
+            model=draft,
+            target=TargetParts(target),
+            args=DominoTrainingArguments(**settings, shortlist_size=8),
+            eval_dataset={"chat": FeatureDataset(features), "code": FeatureDataset(features)},
+        )
+        trainer._sums["accuracy"], trainer._counts["accuracy"] = 3.0, 4.0
+        measured = trainer.evaluate()
+        for name in ("final_loss", "accept_len", "base_accept_len"):
+            assert measured[f"eval_chat_{name}"] == measured[f"eval_code_{name}"] == whole[f"eval_{name}"], name
+        assert trainer._take_metrics() == {"accuracy": 0.75}
+
     def test_a_killed_run_resumes_to_the_same_weights(self, target, features, tmp_path):
         whole = make_trainer(target, features, tmp_path / "whole", max_steps=6)
         whole.train()

@@ -45,12 +45,18 @@ class DominoTrainer(Trainer):
         model (`DominoDraftModel`): the draft.
         target (`TargetParts`): embedding and output head of the target; never changed.
         args (`DominoTrainingArguments`): settings.
-        train_dataset, eval_dataset (`FeatureDataset`): rows with features.
+        train_dataset (`FeatureDataset`, *optional*): rows with features; `None` to evaluate only.
+        eval_dataset (`FeatureDataset` or `dict`, *optional*): rows held out, or several such sets by name.
         kwargs: what [`~transformers.Trainer`] takes.
     """
 
     def __init__(
-        self, model, target: TargetParts, args: DominoTrainingArguments, train_dataset: FeatureDataset, **kwargs
+        self,
+        model,
+        target: TargetParts,
+        args: DominoTrainingArguments,
+        train_dataset: FeatureDataset | None = None,
+        **kwargs,
     ):
         kwargs.setdefault("data_collator", collate_features)
         super().__init__(model=model, args=args, train_dataset=train_dataset, **kwargs)
@@ -58,7 +64,7 @@ class DominoTrainer(Trainer):
         # Our loss is already a mean, so accumulated micro-batches are averaged by the Trainer.
         self.model_accepts_loss_kwargs = False
         self.token_ids = None
-        if args.shortlist_size is not None:
+        if args.shortlist_size is not None and train_dataset is not None:
             counts = train_dataset.token_counts(model.config.vocab_size)
             self.token_ids = counts.topk(min(args.shortlist_size, len(counts))).indices.sort().values
             self.token_ids = self.token_ids.to(args.device)
@@ -131,8 +137,9 @@ class DominoTrainer(Trainer):
         self._take_metrics()
         metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         measured = {f"{metric_key_prefix}_{name}": value for name, value in self._take_metrics().items()}
-        self.log(measured)
-        metrics.update(measured)
+        if measured:  # nothing of its own to report where several sets were evaluated, each by this method
+            self.log(measured)
+            metrics.update(measured)
         self._sums.update(training_sums)
         self._counts.update(training_counts)
         return metrics
