@@ -61,7 +61,7 @@ def time_passes(target, draft, context_length: int, new_context: int) -> dict[st
     cache = DynamicCache(config=target.config)
     target(torch.ones(1, context_length, dtype=torch.long), **{CACHE_NAME: cache}, use_cache=True)
     cache.activate_past_recording()
-    state = DraftState(0)
+    state = DraftState(torch.zeros(1, dtype=torch.long), dense=True)
     features = torch.zeros(1, context_length, draft.fc.in_features)
     anchor = torch.ones(1, 1, dtype=torch.long)
     hidden = draft_hidden(draft, parts, state, features, anchor)

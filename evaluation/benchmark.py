@@ -180,7 +180,7 @@ def timed_call(run: Callable[[], Any], prompt_tokens: int) -> Call:
     lengths = getattr(output, "acceptance_lengths", None)
     if lengths is None:
         return Call(tokens, seconds)
-    rounds = tuple(torch.as_tensor(lengths).flatten().tolist())
+    rounds = tuple(lengths[0].tolist())
     if sum(rounds) + 1 != len(tokens):
         raise RuntimeError(f"acceptance lengths {rounds} and the prefill's token do not make {len(tokens)} new tokens")
     return Call(tokens, seconds, rounds)

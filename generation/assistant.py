@@ -152,7 +152,7 @@ class DominoDecodingMixin:
 
     def validate_assisted_decoding(self, target: PreTrainedModel, generation_config: GenerationConfig):
         """What `generate` asks before it prepares anything: does this draft fit this target and these options?"""
-        check_supported(generation_config, batch_size=1)
+        check_supported(generation_config)
         self.check_target(target)
 
     def check_target(self, target: PreTrainedModel):

@@ -42,12 +42,22 @@ class DominoGenerateOutput(GenerateDecoderOnlyOutput):
     What `generate` returns with `return_dict_in_generate=True`: transformers' own output, and
 
     Attributes:
-        acceptance_lengths (`torch.LongTensor` of shape `[rounds]`): tokens committed by each round (accepted
-            proposals and the bonus token; fewer where a stop cut the round). The first token of all comes from the
-            prefill and is not counted, so that the sum is the number of new tokens less one.
+        acceptance_lengths (`torch.LongTensor` of shape `[N, rounds]`): tokens that each round committed in each row
+            (accepted proposals and the bonus token; fewer where a stop cut the round; 0 once the row had ended). The
+            first token of all comes from the prefill and is not counted, so that a row's sum is the number of its
+            new tokens less one.
+        seconds (`dict[str, float]`): wall-clock time of the call by part: `"prefill"`, `"draft"` (backbone and
+            rollout), `"verify"` (target pass and verification) and `"host"` (all else). On an accelerator, work still
+            queued counts where it is waited for.
     """
 
     acceptance_lengths: torch.LongTensor | None = None
+    seconds: dict[str, float] | None = None
+
+
+def is_returned(cache: Cache, generation_config: GenerationConfig) -> bool:
+    """Whether the caller will see `cache` after the call: it is part of the output, or was passed in."""
+    return bool(generation_config.return_dict_in_generate) or getattr(cache, "_is_user_defined", False)
 
 
 def default_num_assistant_tokens() -> int | None:

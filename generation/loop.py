@@ -6,103 +6,37 @@ The loop is ours and not the host's: the host's takes the draft's word on fewer 
 handling of blocks has differed between versions. It is entered with everything that `generate` has prepared.
 """
 
+import inspect
+import time
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
-from transformers.generation import logits_process
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
+from .cache import CachedRow, RaggedCache, can_have_holes
 from .compat import (
     CACHE_NAME,
     DominoGenerateOutput,
     default_num_assistant_tokens,
+    is_returned,
     layer_names,
     make_output,
     recording_past,
 )
 from .context import ContextCapture, TargetParts
-from .rollout import DraftState, draft_hidden, greedy_rollout
-from .verification import verify_greedy
+from .processors import are_row_wise, draft_processors
+from .record import Record
+from .rollout import DraftState, Proposal, draft_hidden, rollout
+from .sequences import Sequences
+from .verification import Verification, verify
 
 logger = logging.get_logger(__name__)
 
-# Processors that depend on nothing but the tokens and logits they are given. These also shape the proposals, which
-# only raises acceptance; any other might count its calls, and must see those of plain decoding only.
-_PURE_PROCESSORS = {
-    logits_process.ForcedBOSTokenLogitsProcessor,
-    logits_process.ForcedEOSTokenLogitsProcessor,
-    logits_process.MinLengthLogitsProcessor,
-    logits_process.MinNewTokensLengthLogitsProcessor,
-    logits_process.NoBadWordsLogitsProcessor,
-    logits_process.NoRepeatNGramLogitsProcessor,
-    logits_process.RepetitionPenaltyLogitsProcessor,
-    logits_process.SequenceBiasLogitsProcessor,
-    logits_process.SuppressTokensAtBeginLogitsProcessor,
-    logits_process.SuppressTokensLogitsProcessor,
-}
 
-
-class _Record:
-    """What `return_dict_in_generate` asks for, one entry per new token, as plain `generate` gives it."""
-
-    def __init__(self, config: GenerationConfig):
-        wanted = config.return_dict_in_generate
-        self.scores: tuple | None = () if wanted and config.output_scores else None
-        self.logits: tuple | None = () if wanted and config.output_logits else None
-        self.hidden_states: tuple | None = () if wanted and config.output_hidden_states else None
-        self.attentions: tuple | None = () if wanted and config.output_attentions else None
-
-    def add(
-        self,
-        outputs: Any,
-        cache: Cache,
-        logits: torch.Tensor,
-        scores: list[torch.Tensor],
-        num_new: int,
-        is_prefill: bool,
-    ):
-        """
-        Append one target pass.
-
-        Args:
-            outputs: of the target; states and attentions over the prompt, or over anchor and proposals.
-            cache: of the target; knows which layers slide.
-            logits (`torch.Tensor` of shape `[1, K + 1, V]`): unprocessed.
-            scores (`list` of `[1, V]`): processed, for each new token.
-            num_new (`int`): how many tokens of the pass were committed.
-            is_prefill (`bool`): the prefill's states stay whole, those of a round are split by token.
-        """
-        if self.scores is not None:
-            self.scores += tuple(scores)
-        if self.logits is not None:
-            self.logits += tuple(logits[:, k] for k in range(num_new))
-        if self.hidden_states is not None:
-            states = outputs.hidden_states
-            self.hidden_states += (
-                (states,) if is_prefill else tuple(tuple(s[:, k : k + 1] for s in states) for k in range(num_new))
-            )
-        if self.attentions is not None:
-            maps = outputs.attentions
-            windows = [layer.sliding_window if layer.is_sliding else None for layer in cache.layers]
-            self.attentions += (
-                (maps,)
-                if is_prefill
-                else tuple(
-                    tuple(_row(a, k, window) for a, window in zip(maps, windows, strict=True)) for k in range(num_new)
-                )
-            )
-
-
-def _row(attention: torch.Tensor, k: int, window: int | None) -> torch.Tensor:
-    """What token k of a round saw: `[1, heads, 1, keys]`, without the proposals after it and the keys out of reach."""
-    stop = attention.shape[-1] - (attention.shape[-2] - 1 - k)
-    return attention[:, :, k : k + 1, 0 if window is None else max(0, stop - window) : stop]
-
-
-def check_supported(generation_config: GenerationConfig, batch_size: int):
+def check_supported(generation_config: GenerationConfig):
     """
     Refuse, before any compute, what this loop cannot honour.
 
@@ -111,14 +45,12 @@ def check_supported(generation_config: GenerationConfig, batch_size: int):
     """
     config = generation_config
     refusals = (
-        (config.do_sample, "do_sample=True", "pass do_sample=False"),
         ((config.num_beams or 1) > 1, f"num_beams={config.num_beams}", "pass num_beams=1"),
         (
-            (config.num_return_sequences or 1) > 1,
-            f"num_return_sequences={config.num_return_sequences}",
-            "greedy decoding has one answer, ask for one",
+            (config.num_return_sequences or 1) > 1 and not config.do_sample,
+            f"num_return_sequences={config.num_return_sequences} without sampling",
+            "greedy decoding has one answer: pass do_sample=True, or ask for one",
         ),
-        (batch_size > 1, f"a batch of {batch_size} sequences", "generate them one after another"),
         (
             config.use_cache is False,
             "use_cache=False",
@@ -163,19 +95,12 @@ def _check_cache(cache: Cache | None, target: PreTrainedModel) -> Cache:
     return cache
 
 
-def _first_context(target: PreTrainedModel, features: torch.Tensor, model_kwargs: dict[str, Any], past_length: int):
-    """Drop padding from the prompt's features; returns them and the position of the first, counting real tokens."""
-    mask = model_kwargs.get("attention_mask")
-    if mask is None:
-        return features, past_length
-    real = mask[0].bool()
-    length = features.shape[1]
-    return features[:, real[-length:].to(features.device)], int(real[:-length].sum())
-
-
 class _Decoding:
     """
     One call of `generate`: what is decided so far, and the steps of a round.
+
+    Rows of a batch advance each at its own pace where the target's cache allows it (the attributes of ragged rounds
+    are then set), else in lockstep.
 
     Args:
         draft, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer, use_head,
@@ -201,105 +126,300 @@ class _Decoding:
         self.draft, self.target, self.parts, self.capture = draft, target, parts, capture
         self.generation_config, self.use_head = generation_config, use_head
         self.logits_processor, self.stopping_criteria, self.streamer = logits_processor, stopping_criteria, streamer
-        self.draft_processors = LogitsProcessorList(p for p in logits_processor if type(p) in _PURE_PROCESSORS)
+        self.draft_processors = draft_processors(logits_processor)
         self.num_proposals = proposals_per_round(draft.config, generation_config)
+        self.do_sample = bool(generation_config.do_sample)
+        # As in plain decoding: without an end of sequence, rows that a criterion has stopped go on until all are.
+        self.pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        self.pad_token_id = generation_config._pad_token_tensor if self.pads else None
+        if self.pad_token_id is not None:
+            self.pad_token_id = self.pad_token_id.to(input_ids.device)
 
-        self.input_ids, self.model_kwargs = input_ids, model_kwargs
-        self.record = _Record(generation_config)
-        self.acceptance_lengths: list[int] = []
-        self.stopped = False
+        self.model_kwargs = model_kwargs
+        self.num_rows, self.prompt_length = input_ids.shape
+        self.sequences = Sequences(input_ids)
+        # Whether the rows that still run end here, and what the others were when they ended.
+        self.stopped = [False] * self.num_rows
+        self.finished: dict[int, torch.LongTensor] = {}
+        self.finished_cache: dict[int, CachedRow] = {}
+        self.record = Record(generation_config, self.num_rows)
+        self.acceptance_lengths: list[list[int]] = [[] for _ in range(self.num_rows)]
+        self.num_streamed = 0
+        self.seconds = {"prefill": 0.0, "draft": 0.0, "verify": 0.0}
+        self.started = time.perf_counter()
+
+    # Prefill
 
     def prefill(self):
-        """Read the prompt and commit the target's first token: the first anchor."""
+        """Read the prompt and commit the target's first token: the first anchors."""
         cache = self.model_kwargs.get(CACHE_NAME)
         # Recurrent layers know only after their first pass whether they can be cropped; all are asked again below.
         recurrent = cache is not None and any(cache.is_linear)
-        past_length = 0 if recurrent else _check_cache(cache, self.target).get_seq_length()
-        outputs = self.target._prefill(
-            self.input_ids, self.generation_config, self.model_kwargs, is_first_iteration=True
-        )
-        features, position = _first_context(
-            self.target, self.capture.take(self.draft.device), self.model_kwargs, past_length
-        )
-        self.draft_state = DraftState(position)
+        past_length = 0 if recurrent else int(_check_cache(cache, self.target).get_seq_length())
+        input_ids = self.sequences.prefix()
+        outputs = self.target._prefill(input_ids, self.generation_config, self.model_kwargs, is_first_iteration=True)
         self.cache = _check_cache(outputs.get(CACHE_NAME), self.target)
-        self._commit(outputs, features, self.input_ids.new_empty(1, 0), is_prefill=True)
+        features = self.capture.take(self.draft.device)
+        logits = self._logits(outputs, 1)
+        self.ragged = self._ragged_cache(past_length + features.shape[1])
+        self.features, self.visible = self._first_context(features, past_length)
 
-    def propose(self) -> torch.LongTensor:
+        verified = self._verify(Proposal(input_ids.new_empty(self.num_rows, 0)), logits, lockstep=True)
+        self.record.add_prefill(outputs, logits, verified.scores)
+        if self.ragged is None:
+            self._advance(outputs, 1)
+        self._commit(verified)
+        self.seconds["prefill"] = time.perf_counter() - self.started
+
+    def _ragged_cache(self, length: int) -> RaggedCache | None:
+        """The target's cache as one whose rows may advance at their own pace, or `None` for lockstep."""
+        if self.num_rows == 1:
+            return None
+        mask, position_ids = self.model_kwargs.get("attention_mask"), self.model_kwargs.get("position_ids")
+        # Attentions are given key by key, and other tensors along the sequence follow no row of their own.
+        if (
+            self.generation_config.output_attentions
+            or not are_row_wise(self.logits_processor, self.stopping_criteria, self.pads)
+            or "position_ids" not in inspect.signature(self.target.forward).parameters
+            or (position_ids is not None and position_ids.dim() != 2)
+            or any(self.model_kwargs.get(name) is not None for name in ("token_type_ids", "mm_token_type_ids"))
+        ):
+            return None
+        if not can_have_holes(self.cache):
+            logger.warning_once(
+                f"The cache of {type(self.target).__name__} cannot hold rows of different lengths, so all rows of a "
+                "batch advance by the shortest acceptance among them."
+            )
+            return None
+        device = self.sequences.device
+        slots = torch.arange(length, device=device).expand(self.num_rows, -1)
+        visible = torch.ones_like(slots, dtype=torch.bool) if mask is None else mask.bool().to(device)
+        self.slot_offset = length - self.prompt_length
+        self.next_position = visible.sum(-1) if position_ids is None else position_ids[:, -1].to(device) + 1
+        return RaggedCache(self.cache, slots, visible)
+
+    def _first_context(self, features: torch.Tensor, past_length: int):
+        """The prompt's features and which of them are of real tokens; makes the draft's state."""
+        mask, device = self.model_kwargs.get("attention_mask"), self.draft.device
+        length = features.shape[1]
+        if mask is None or bool(mask.all()):
+            position = torch.full((self.num_rows,), past_length, device=device)
+            self.draft_state = DraftState(position, dense=self.ragged is None)
+            return features, torch.ones(features.shape[:2], dtype=torch.bool, device=device)
+        real = mask.bool().to(device)
+        position, real = real[:, :-length].sum(-1), real[:, -length:]
+        # One row needs no mask: what is padding is left out.
+        self.draft_state = DraftState(position, dense=self.num_rows == 1)
+        return (features[:, real[0]], real[:, real[0]]) if self.num_rows == 1 else (features, real)
+
+    # Rounds
+
+    def propose(self) -> Proposal:
         """
-        What the draft offers after the anchor, `[1, K]`: never more than can still be committed, so that no position
-        past the limit is touched.
+        What the draft offers after the anchors: never more than can still be committed, so that no position past the
+        limit is touched.
         """
+        started = time.perf_counter()
         budget = self.num_proposals
         if self.stopping_criteria.max_length is not None:
-            budget = min(budget, self.stopping_criteria.max_length - self.input_ids.shape[1] - 1)
+            budget = min(budget, self.stopping_criteria.max_length - min(self.sequences.lengths) - 1)
         if budget <= 0:
-            return self.input_ids.new_empty(1, 0)
-        anchor = self.input_ids[:, -1:]
-        hidden = draft_hidden(self.draft, self.parts, self.draft_state, self.features, anchor)
-        proposal = greedy_rollout(
-            self.draft, self.parts, hidden, anchor, budget, self.input_ids, self.draft_processors, self.use_head
+            return Proposal(self.sequences.last().new_empty(len(self.sequences.rows), 0))
+        self.sequences.reserve(budget + 1)
+        hidden = draft_hidden(
+            self.draft, self.parts, self.draft_state, self.features, self.sequences.last(), self.visible
+        )
+        proposal = rollout(
+            self.draft,
+            self.parts,
+            hidden,
+            self.sequences,
+            budget,
+            self.draft_processors,
+            self.do_sample,
+            self.use_head,
         )
         if not proposal.finite:
             logger.warning_once(
                 "The draft's logits are not finite, so its proposals are noise (the output is still the target's). "
                 f"Its dtype is {self.draft.dtype}; try another, or check its weights."
             )
-        return proposal.proposal_ids
+        self.seconds["draft"] += time.perf_counter() - started
+        return proposal
 
-    def verify(self, proposal_ids: torch.LongTensor):
-        """One target pass over anchor and proposals; commit what stands before the new anchor."""
-        width = proposal_ids.shape[1] + 1
-        model_kwargs = dict(self.model_kwargs)
-        if width > 1:
-            model_kwargs = self.target._update_model_kwargs_for_generation(
-                self.outputs, model_kwargs, num_new_tokens=width - 1
-            )
-        inputs = self.target.prepare_inputs_for_generation(
-            torch.cat([self.input_ids, proposal_ids], dim=-1),
-            next_sequence_length=width,
-            is_first_iteration=False,
-            **model_kwargs,
-        )
+    def verify(self, proposal: Proposal):
+        """One target pass over anchors and proposals; commit what stands before the new anchors."""
+        started = time.perf_counter()
+        width = proposal.proposal_ids.shape[1] + 1
+        inputs = self._block_inputs(proposal) if self.ragged is None else self._ragged_inputs(proposal)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = width
         self.capture.clear()
         outputs = self.target(**inputs, return_dict=True)
-        self._commit(outputs, self.capture.take(self.draft.device), proposal_ids, is_prefill=False)
+        features = self.capture.take(self.draft.device)
+        logits = self._logits(outputs, width)
+        verified = self._verify(proposal, logits, lockstep=self.ragged is None)
+        self.seconds["verify"] += time.perf_counter() - started
 
-    def _commit(self, outputs, features: torch.Tensor, proposal_ids: torch.LongTensor, is_prefill: bool):
-        """Keep of a target pass what the rule of verification lets stand, in ids, cache, context and record."""
-        width = proposal_ids.shape[1] + 1
-        logits = outputs.logits[:, -width:].to(device=self.input_ids.device, dtype=torch.float32, copy=True)
-        verified = verify_greedy(
-            self.input_ids, proposal_ids, logits, self.logits_processor, self.stopping_criteria, self.record.scores
+        longest = max(verified.num_new)
+        self.cache.crop(-(width - longest))
+        self.features = features[:, :longest]
+        offsets = torch.arange(longest, device=self.sequences.device)
+        num_new = torch.tensor(verified.num_new, device=self.sequences.device)
+        visible = offsets < num_new[:, None]
+        self.visible = visible.to(self.draft.device)
+        if self.ragged is None:
+            self.record.add_round(outputs, self.cache, logits, verified.scores, longest)
+            self._advance(outputs, longest)
+        else:
+            lengths = torch.tensor(self.sequences.lengths, device=self.sequences.device)
+            self.ragged.append((self.slot_offset + lengths - 1)[:, None] + offsets, visible)
+            self.next_position = self.next_position + num_new
+            first = [length - self.prompt_length for length in self.sequences.lengths]
+            self.record.add_ragged_round(outputs, logits, verified.scores, self.sequences.rows, first, verified.num_new)
+        for row, count in zip(self.sequences.rows, verified.num_new, strict=True):
+            self.acceptance_lengths[row].append(count)
+        self._commit(verified)
+
+    def _block_inputs(self, proposal: Proposal) -> dict[str, Any]:
+        num_new, model_kwargs = proposal.proposal_ids.shape[1], dict(self.model_kwargs)
+        if num_new > 0:
+            model_kwargs = self.target._update_model_kwargs_for_generation(
+                self.outputs, model_kwargs, num_new_tokens=num_new
+            )
+        return self.target.prepare_inputs_for_generation(
+            torch.cat([self.sequences.prefix(), proposal.proposal_ids], dim=-1),
+            next_sequence_length=num_new + 1,
+            is_first_iteration=False,
+            **model_kwargs,
         )
-        num_new = verified.num_new
-        if not is_prefill:
-            self.cache.crop(-(width - num_new))
-            features = features[:, :num_new]
-            self.acceptance_lengths.append(num_new)
-        self.record.add(outputs, self.cache, logits, verified.scores, num_new, is_prefill)
+
+    def _ragged_inputs(self, proposal: Proposal) -> dict[str, Any]:
+        block = torch.cat([self.sequences.last(), proposal.proposal_ids], dim=-1)
+        position_ids = self.next_position[:, None] + torch.arange(block.shape[1], device=block.device)
+        if self.stopping_criteria.max_length is not None:
+            # A row near the limit is offered more than it can take; no position past the limit may be touched.
+            room = [self.stopping_criteria.max_length - 1 - length for length in self.sequences.lengths]
+            last = self.next_position + torch.tensor(room, device=block.device)
+            position_ids = torch.minimum(position_ids, last[:, None])
+        model_kwargs = {
+            **self.model_kwargs,
+            CACHE_NAME: self.cache,
+            "attention_mask": torch.cat([self.ragged.visible, torch.ones_like(block, dtype=torch.bool)], -1).long(),
+            "position_ids": position_ids,
+        }
+        return self.target.prepare_inputs_for_generation(
+            block, next_sequence_length=block.shape[1], is_first_iteration=False, **model_kwargs
+        )
+
+    def _logits(self, outputs, width: int) -> torch.Tensor:
+        return outputs.logits[:, -width:].to(device=self.sequences.device, dtype=torch.float32, copy=True)
+
+    def _verify(self, proposal: Proposal, logits: torch.Tensor, lockstep: bool) -> Verification:
+        self.sequences.reserve(logits.shape[1])
+        return verify(
+            self.sequences,
+            proposal,
+            logits,
+            self.logits_processor,
+            self.stopping_criteria,
+            self.stopped,
+            self.do_sample,
+            lockstep,
+            self.pad_token_id,
+            keep_scores=self.record.scores is not None,
+            past_scores=None if self.record.scores is None else tuple(self.record.scores),
+        )
+
+    def _advance(self, outputs, num_new: int):
+        """What plain decoding does to its arguments after each token."""
+        self.outputs = outputs
         self.model_kwargs = self.target._update_model_kwargs_for_generation(
             outputs, self.model_kwargs, num_new_tokens=num_new
         )
-        self.outputs, self.features = outputs, features
-        self.input_ids, self.stopped = verified.input_ids, verified.stopped
+
+    def _commit(self, verified: Verification):
+        """Take the new tokens, hand them to the streamer, and let go of rows that have ended."""
+        for entry, count in enumerate(verified.num_new):
+            self.sequences.lengths[entry] += count
+        self.stopped = verified.stopped
+        if self.ragged is not None:
+            self._drop_stopped()
+            self.ragged.tidy()
         if self.streamer is not None:
-            self.streamer.put(self.input_ids[:, -num_new:].cpu())
+            self._stream()
+
+    def _drop_stopped(self):
+        kept = [entry for entry, stopped in enumerate(self.stopped) if not stopped]
+        if len(kept) == len(self.sequences.rows):
+            return
+        for entry, row in enumerate(self.sequences.rows):
+            if self.stopped[entry]:
+                self.finished[row] = self.sequences.row(entry)
+                if is_returned(self.cache, self.generation_config):
+                    self.finished_cache[row] = self.ragged.take_row(entry)
+        num_running = len(self.sequences)
+        if not kept:
+            return
+        self.stopped = [False] * len(kept)
+        index = torch.tensor(kept, device=self.sequences.device)
+        self.sequences.keep(kept)
+        self.ragged.keep(index)
+        self.next_position = self.next_position[index]
+        self.model_kwargs = {
+            name: value[index.to(value.device)]
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == num_running
+            else value
+            for name, value in self.model_kwargs.items()
+        }
+        index = index.to(self.draft.device)
+        self.draft_state.keep(index)
+        self.features, self.visible = self.features[index], self.visible[index]
+
+    @property
+    def done(self) -> bool:
+        return all(self.stopped)
+
+    # Output
+
+    def _stream(self):
+        """Hand over what is decided for all rows, in order: one row as it comes, a batch token by token."""
+        if self.num_rows == 1:
+            new = self.sequences.prefix()[:, self.prompt_length + self.num_streamed :]
+            self.num_streamed += new.shape[1]
+            self.streamer.put(new.cpu())
+            return
+        decided = self._padded()[:, self.prompt_length :].cpu()
+        ready = decided.shape[1] if self.done else min(self.sequences.lengths) - self.prompt_length
+        for column in range(self.num_streamed, ready):
+            self.streamer.put(decided[:, column])
+        self.num_streamed = ready
+
+    def _padded(self) -> torch.LongTensor:
+        """All rows of the batch, `[N, S + new]`, ended ones padded on the right."""
+        rows = dict(self.finished)
+        rows.update((row, self.sequences.row(entry)) for entry, row in enumerate(self.sequences.rows))
+        padding = 0 if self.pad_token_id is None else int(self.pad_token_id)
+        ordered = [rows[row] for row in range(self.num_rows)]
+        return torch.nn.utils.rnn.pad_sequence(ordered, batch_first=True, padding_value=padding)
 
     def result(self) -> DominoGenerateOutput | torch.LongTensor:
         """What `generate` returns."""
+        sequences = self._padded()
+        if self.ragged is not None and self.finished_cache:
+            rows = [self.finished_cache[row] for row in range(self.num_rows)]
+            self.ragged.restore(rows, self.slot_offset + sequences.shape[1] - 1)
         if not self.generation_config.return_dict_in_generate:
-            return self.input_ids
+            return sequences
+        lengths = [torch.tensor(row, dtype=torch.long) for row in self.acceptance_lengths]
+        seconds = dict(self.seconds)
+        seconds["host"] = time.perf_counter() - self.started - sum(seconds.values())
         return make_output(
             cache=self.cache,
-            sequences=self.input_ids,
-            scores=self.record.scores,
-            logits=self.record.logits,
-            attentions=self.record.attentions,
-            hidden_states=self.record.hidden_states,
-            acceptance_lengths=torch.tensor(self.acceptance_lengths, dtype=torch.long),
+            sequences=sequences,
+            acceptance_lengths=torch.nn.utils.rnn.pad_sequence(lengths, batch_first=True),
+            seconds=seconds,
+            **self.record.as_output(),
         )
 
 
@@ -332,7 +452,7 @@ def domino_decoding(
     Raises:
         ValueError: before any compute, when an option, the cache or the pair of models is not supported.
     """
-    check_supported(generation_config, input_ids.shape[0])
+    check_supported(generation_config)
     parts = TargetParts(target)
     draft.check_target(target)
     with parts.capture(draft.config.target_layer_ids) as capture:
@@ -352,7 +472,7 @@ def domino_decoding(
         decoding.prefill()
         # Only now: recording through the prefill would keep what sliding layers drop.
         with recording_past(decoding.cache), target._optimize_model_for_decode():
-            while not decoding.stopped:
+            while not decoding.done:
                 decoding.verify(decoding.propose())
     if streamer is not None:
         streamer.end()

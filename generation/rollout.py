@@ -8,76 +8,115 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.cache_utils import DynamicCache
 
+from .cache import RaggedCache
 from .context import TargetParts
+from .sequences import Sequences
 
 
 @dataclass
 class Proposal:
     """
-    Tokens offered after the anchor.
+    Tokens offered after the anchors.
 
     Attributes:
-        proposal_ids (`torch.LongTensor` of shape `[1, K]`): on the target's device.
-        finite (`torch.BoolTensor` of shape `[]`): whether the logits they come from are finite numbers.
+        proposal_ids (`torch.LongTensor` of shape `[n, K]`): on the target's device.
+        probabilities (`torch.FloatTensor` of shape `[n, K, V]`, *optional*): when sampling, the distribution that
+            each was drawn from.
+        finite (`torch.BoolTensor` of shape `[]`, *optional*): whether the logits they come from are finite numbers.
     """
 
     proposal_ids: torch.LongTensor
-    finite: torch.Tensor
+    probabilities: torch.Tensor | None = None
+    finite: torch.Tensor | None = None
 
 
 class DraftState:
     """
-    What one call of `generate` keeps about a draft: its key/value cache and how many positions that covers.
+    What one call of `generate` keeps about a draft: its key/value cache and which positions that covers.
 
     A draft holds no per-call state itself, so that threads may share it.
 
     Args:
-        position (`int`): absolute position of the first context token that the draft will be shown.
+        position (`torch.LongTensor` of shape `[n]`): absolute position of the first context token of each row that
+            the draft will be shown.
+        dense (`bool`): whether all rows will always be shown tokens that follow one another without padding; then no
+            mask is needed.
     """
 
-    def __init__(self, position: int):
+    def __init__(self, position: torch.LongTensor, dense: bool):
         # Without a config every layer is of the growing kind: sliding layers mask, so that a block can be cropped off.
         self.cache = DynamicCache()
         self.position = position
+        nothing = position.new_empty(len(position), 0)
+        self.ragged = None if dense else RaggedCache(self.cache, nothing, nothing.bool())
+
+    def keep(self, rows: torch.LongTensor):
+        """Forget all other rows."""
+        self.position = self.position[rows]
+        if self.ragged is not None:
+            self.ragged.keep(rows)
 
 
 def draft_hidden(
-    draft, target: TargetParts, state: DraftState, context_hidden_states: torch.Tensor, anchor: torch.LongTensor
+    draft,
+    target: TargetParts,
+    state: DraftState,
+    context_hidden_states: torch.Tensor,
+    anchor: torch.LongTensor,
+    visible: torch.BoolTensor | None = None,
 ) -> torch.Tensor:
     """
-    One backbone pass: append the new context to the draft's cache and return draft hidden `[1, B, H]`.
+    One backbone pass: append the new context to the draft's cache and return draft hidden `[n, B, H]`.
 
     Args:
         draft (`DominoDraftModel`), target (`TargetParts`): the two models.
         state (`DraftState`): extended by the context, in place.
-        context_hidden_states (`torch.Tensor` of shape `[1, L, T * H]`): features of the positions verified since the
+        context_hidden_states (`torch.Tensor` of shape `[n, L, T * H]`): features of the positions verified since the
             last pass. The anchor's own features do not exist yet.
-        anchor (`torch.LongTensor` of shape `[1, 1]`): the last committed token.
+        anchor (`torch.LongTensor` of shape `[n, 1]`): the last committed token of each row.
+        visible (`torch.BoolTensor` of shape `[n, L]`, *optional*): `False` where a row has no such position; needed
+            unless the state is dense.
     """
     size, context_length = draft.config.block_size, context_hidden_states.shape[1]
-    block_ids = anchor.new_full((1, size), draft.config.mask_token_id)
+    block_ids = anchor.new_full((len(anchor), size), draft.config.mask_token_id)
     block_ids[:, :1] = anchor
-    positions = torch.arange(state.position, state.position + context_length + size, device=draft.device)[None]
+    start, masks = state.position[:, None], None
+    if state.ragged is None:
+        positions = start + torch.arange(context_length + size, device=draft.device)
+        state.position = state.position + context_length
+    else:
+        context = start + (visible.cumsum(-1) - 1).clamp(min=0)
+        state.position = state.position + visible.sum(-1)
+        block = state.position[:, None] + torch.arange(size, device=draft.device)
+        positions = torch.cat([context, block], dim=-1)
+        state.ragged.append(context, visible)
+        masks = draft.layer_masks(
+            block,
+            torch.cat([state.ragged.positions, block], dim=-1),
+            torch.cat([state.ragged.visible, torch.ones_like(block, dtype=torch.bool)], dim=-1),
+        )
     hidden = draft(
         noise_embeds=target.embed(block_ids).to(draft.device),
         context_hidden_states=context_hidden_states,
         position_ids=positions,
+        attention_mask=masks,
         cache=state.cache,
     ).last_hidden_state
     # The block's own keys and values are of use to this pass only.
     state.cache.crop(-size)
-    state.position += context_length
+    if state.ragged is not None:
+        state.ragged.tidy()
     return hidden
 
 
-def greedy_rollout(
+def rollout(
     draft,
     target: TargetParts,
     hidden: torch.Tensor,
-    anchor: torch.LongTensor,
+    sequences: Sequences,
     num_proposals: int,
-    prefix_ids: torch.LongTensor,
     logits_processor: LogitsProcessorList,
+    do_sample: bool,
     use_head: bool,
 ) -> Proposal:
     """
@@ -85,34 +124,49 @@ def greedy_rollout(
 
     Args:
         draft (`DominoDraftModel`), target (`TargetParts`): the two models.
-        hidden (`torch.Tensor` of shape `[1, B, H]`): from [`draft_hidden`].
-        anchor (`torch.LongTensor` of shape `[1, 1]`): the last committed token.
+        hidden (`torch.Tensor` of shape `[n, B, H]`): from [`draft_hidden`].
+        sequences (`Sequences` of n rows): committed tokens, the anchors last; proposals are written behind them.
         num_proposals (`int`): K, at most B with shifted labels, else B - 1.
-        prefix_ids (`torch.LongTensor` of shape `[1, S]`): all committed tokens, the anchor last.
         logits_processor: applied to the final logits, so that proposals obey what the target's choice will obey.
+        do_sample (`bool`): draw each proposal from its processed distribution, rather than take the likeliest.
         use_head (`bool`): `False` takes the base logits alone (DFlash).
     """
     config = draft.config
+    anchor = sequences.last()
     first = 0 if config.shift_label else 1
     hidden = hidden[:, first : first + num_proposals]
     base_logits = target.logits(hidden)
     use_head = use_head and config.has_head
     finite = torch.isfinite(base_logits.amax())
 
-    if not use_head and not logits_processor:
-        return Proposal(base_logits.argmax(-1).to(anchor.device), finite)
+    if not use_head and not logits_processor and not do_sample:
+        return Proposal(base_logits.argmax(-1).to(anchor.device), finite=finite)
 
-    token, prefix_state, proposal_ids = anchor[:, 0], None, prefix_ids
+    rows = list(range(len(sequences)))
+    token, prefix_state, proposal_ids, probabilities = anchor[:, 0], None, [], []
     for k in range(num_proposals):
-        final_logits = base_logits[:, k]
+        logits = base_logits[:, k]
         if use_head:
             # The state reads every token, those of the pure draft prefix too.
             prefix_state = draft.step(target.embed(token).to(draft.device), prefix_state)
             if k >= config.pure_draft_prefix_len:
-                final_logits = final_logits + draft.correction(hidden[:, k], prefix_state).to(final_logits)
-                finite = finite & torch.isfinite(final_logits.amax())
+                logits = logits + draft.correction(hidden[:, k], prefix_state).to(logits)
+                finite = finite & torch.isfinite(logits.amax())
+        if logits_processor or do_sample:
+            logits = logits.float().to(anchor.device)
         if logits_processor:
-            final_logits = logits_processor(proposal_ids, final_logits.float().to(anchor.device))
-        token = final_logits.argmax(-1).to(anchor.device)
-        proposal_ids = torch.cat([proposal_ids, token[:, None]], dim=-1)
-    return Proposal(proposal_ids[:, prefix_ids.shape[1] :], finite)
+            processed = torch.empty_like(logits)
+            for members, index, prefix in sequences.groups(rows, k):
+                processed[index] = sequences.process(logits_processor, members, prefix, logits[index])
+            logits = processed
+        if do_sample:
+            q = logits.softmax(-1)
+            # Where nothing is left to draw from, any draw is as good as another: the target has the last word.
+            q = torch.where(q.isnan(), 1 / q.shape[-1], q)
+            token = torch.multinomial(q, 1)[:, 0]
+            probabilities.append(q)
+        else:
+            token = logits.argmax(-1).to(anchor.device)
+        sequences.put(token, k)
+        proposal_ids.append(token)
+    return Proposal(torch.stack(proposal_ids, dim=-1), torch.stack(probabilities, dim=1) if do_sample else None, finite)

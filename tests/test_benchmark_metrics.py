@@ -232,7 +232,7 @@ class ScriptedDraft:
     def decode(self, target, input_ids, use_head=True):
         return SimpleNamespace(
             sequences=torch.cat([input_ids, torch.tensor([self.tokens])], dim=1),
-            acceptance_lengths=torch.tensor(self.lengths if use_head else self.base_lengths),
+            acceptance_lengths=torch.tensor([self.lengths if use_head else self.base_lengths]),
         )
 
 

@@ -468,7 +468,7 @@ def check_case(seed: int, index: int):
             ours, theirs = getattr(output, name), getattr(plain, name)
             assert len(ours) == len(theirs), f"{name}: {len(ours)} entries, not {len(theirs)}: {case}"
             torch.testing.assert_close(torch.cat(ours), torch.cat(theirs), rtol=1e-4, atol=1e-4, equal_nan=True)
-        lengths = output.acceptance_lengths.tolist()
+        lengths = output.acceptance_lengths[0].tolist()
         assert 1 + sum(lengths) == new_tokens, f"acceptance lengths {lengths} for {new_tokens} tokens: {case}"
         if case.kind != "random":
             most = case.draft["block_size"] - (not case.draft["shift_label"])
@@ -523,8 +523,8 @@ def test_a_good_draft_is_accepted_exactly_up_to_its_spoiled_positions(head, shif
     draft = GoodDraft.following(draft, target, plain[0], spoiled)
     output = target.generate(prompt, max_new_tokens=40, assistant_model=draft, return_dict_in_generate=True)
     assert output.sequences.tolist() == plain.tolist()
-    assert output.acceptance_lengths.tolist() == [3, 1, 5, 6, 6, 6, 4, 6, 2]
-    assert output.acceptance_lengths.tolist() == expected_acceptance(9, 40, 5, spoiled)
+    assert output.acceptance_lengths[0].tolist() == [3, 1, 5, 6, 6, 6, 4, 6, 2]
+    assert output.acceptance_lengths[0].tolist() == expected_acceptance(9, 40, 5, spoiled)
 
 
 def test_a_draft_may_propose_the_mask_token():
@@ -535,4 +535,4 @@ def test_a_draft_may_propose_the_mask_token():
     draft = GoodDraft.following(make_draft(target), target, plain[0])
     output = target.generate(plain[:, :5], max_new_tokens=30, assistant_model=draft, return_dict_in_generate=True)
     assert output.sequences.tolist() == plain.tolist()
-    assert output.acceptance_lengths.tolist() == [6, 6, 6, 6, 5]
+    assert output.acceptance_lengths[0].tolist() == [6, 6, 6, 6, 5]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..configuration_domino import DominoConfig
+from ..modeling_domino import window_mask
 
 
 @dataclass
@@ -131,23 +132,19 @@ def block_attention_masks(
     size, device = config.block_size, anchors.device
     rows, slots = anchors.shape
     offsets = torch.arange(size, device=device)
-    query = (anchors[..., None] + offsets).flatten(1)[..., None]
+    query = (anchors[..., None] + offsets).flatten(1)
     block = torch.arange(slots, device=device).repeat_interleave(size)
-    context = torch.arange(length, device=device)[None, None]
+    context = torch.arange(length, device=device)[None]
 
     real = keep.repeat_interleave(size, dim=1)[..., None]
-    sees_context = (context < anchors.repeat_interleave(size, dim=1)[..., None]) & real
+    sees_context = (context[None] < anchors.repeat_interleave(size, dim=1)[..., None]) & real
     sees_block = (block[:, None] == block[None]) & real
     full = torch.cat([sees_context, sees_block], dim=-1)
     masks = {}
     for layer_type in set(config.layer_types):
         mask = full
         if layer_type == "sliding_attention" and config.sliding_window_rule != "none":
-            key = torch.cat([context.expand(rows, 1, -1), query.transpose(1, 2)], dim=-1)
-            distance = query - key
-            if config.sliding_window_rule == "causal":
-                mask = full & (distance >= 0) & (distance < config.sliding_window)
-            else:
-                mask = full & (distance.abs() < config.sliding_window)
+            key = torch.cat([context.expand(rows, -1), query], dim=-1)
+            mask = full & window_mask(config.sliding_window_rule, config.sliding_window, query, key)
         masks[layer_type] = mask[:, None]
     return masks

@@ -1,0 +1,89 @@
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which processors and criteria may be called out of plain decoding's order? What we know reads nothing but its
+arguments; all else is called exactly as plain decoding would."""
+
+import copy
+
+import torch
+from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import logits_process, stopping_criteria
+
+# They read nothing but the tokens and logits of one row at a time: any row, any number of calls, same result.
+_ROW_WISE = {
+    getattr(logits_process, name)
+    for name in (
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "ExponentialDecayLengthPenalty",
+        "ForcedBOSTokenLogitsProcessor",
+        "ForcedEOSTokenLogitsProcessor",
+        "InfNanRemoveLogitsProcessor",
+        "LogitNormalization",
+        "MinLengthLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor",
+        "MinPLogitsWarper",
+        "NoBadWordsLogitsProcessor",
+        "NoRepeatNGramLogitsProcessor",
+        "RepetitionPenaltyLogitsProcessor",
+        "SequenceBiasLogitsProcessor",
+        "SuppressTokensAtBeginLogitsProcessor",
+        "SuppressTokensLogitsProcessor",
+        "TemperatureLogitsWarper",
+        "TopHLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "TypicalLogitsWarper",
+        "WatermarkLogitsProcessor",
+    )
+    if hasattr(logits_process, name)
+}
+# These know a row by its place in the batch, so they need the whole batch at one length, but count no calls.
+_BATCH_WISE = {
+    logits_process.EncoderNoRepeatNGramLogitsProcessor,
+    logits_process.EncoderRepetitionPenaltyLogitsProcessor,
+    logits_process.PrefixConstrainedLogitsProcessor,
+}
+_ROW_WISE_CRITERIA = {
+    stopping_criteria.EosTokenCriteria,
+    stopping_criteria.MaxLengthCriteria,
+    stopping_criteria.MaxTimeCriteria,
+    stopping_criteria.StopStringCriteria,
+}
+
+
+def draft_processors(logits_processor: LogitsProcessorList) -> LogitsProcessorList:
+    """
+    The processors that also shape proposals, which only raises acceptance. Any other might count its calls, and must
+    see those of plain decoding only.
+    """
+    return LogitsProcessorList(p for p in logits_processor if type(p) in _ROW_WISE | _BATCH_WISE)
+
+
+def are_row_wise(logits_processor: LogitsProcessorList, criteria: StoppingCriteriaList, pads: bool) -> bool:
+    """
+    Whether rows of different lengths may be processed and stopped one by one. Where ended rows cannot be padded
+    (`pads` false), they may differ in length only on the way to a common limit.
+    """
+    allowed = _ROW_WISE_CRITERIA if pads else {stopping_criteria.MaxLengthCriteria}
+    return all(type(p) in _ROW_WISE for p in logits_processor) and all(type(c) in allowed for c in criteria)
+
+
+def process_rows(
+    logits_processor: LogitsProcessorList, rows: list[int], input_ids: torch.LongTensor, scores: torch.Tensor
+) -> torch.Tensor:
+    """
+    Scores `[g, V]` of some `rows` of the batch, from row-wise processors.
+
+    Args:
+        rows (`list[int]`): which rows of the batch these are.
+        input_ids (`torch.LongTensor` of shape `[g, S]`), scores (`torch.FloatTensor` of shape `[g, V]`): theirs.
+    """
+    for processor in logits_processor:
+        # Later versions of transformers let this one skip each row's padding: one number for each row of the batch.
+        skipped = getattr(processor, "prompt_ignore_length", None)
+        if isinstance(skipped, torch.Tensor):
+            processor = copy.copy(processor)
+            processor.prompt_ignore_length = skipped[torch.tensor(rows, device=skipped.device)]
+        scores = processor(input_ids, scores)
+    return scores
