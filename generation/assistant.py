@@ -79,13 +79,16 @@ class DominoDecodingMixin:
         Raises:
             ValueError: before any compute, when an option or the pair of models is not supported.
         """
-        if synced_gpus:
-            raise ValueError(
-                "Generation with a Domino draft does not support synced_gpus=True (ZeRO-3 or FSDP sharded targets): "
-                "pass synced_gpus=False, or drop the draft."
-            )
         return domino_decoding(
-            self, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer, **model_kwargs
+            self,
+            target,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            streamer,
+            synced_gpus=synced_gpus,
+            **model_kwargs,
         )
 
     def decode(
@@ -104,7 +107,7 @@ class DominoDecodingMixin:
             target.generate(**inputs, custom_generate=draft.decode)
             target.generate(**inputs, custom_generate=draft.decode, use_head=False)  # the DFlash ablation
 
-        transformers gives such a callable no `streamer`: use `assistant_model=draft` to stream.
+        transformers gives such a callable no `streamer` and no `synced_gpus`: use `assistant_model=draft` for those.
 
         Args:
             use_head (`bool`): `False` proposes from the base logits alone.
@@ -112,7 +115,6 @@ class DominoDecodingMixin:
         Raises:
             ValueError: before any compute, when an option or the pair of models is not supported.
         """
-        model_kwargs.pop("synced_gpus", None)
         return domino_decoding(
             self,
             target,
@@ -136,10 +138,10 @@ class DominoDecodingMixin:
         `target.generate` under the name and arguments of the authors' script.
 
         Args:
-            input_ids (`torch.LongTensor` of shape `[1, S]`): the prompt.
+            input_ids (`torch.LongTensor` of shape `[N, S]`): the prompts.
             target (`PreTrainedModel`): the model to speed up.
             stop_token_ids (`list[int]`, *optional*): ids that end the answer; default: the target's own.
-            temperature (`float`): 0 is greedy, the one mode that is supported.
+            temperature (`float`): 0 is greedy, more samples.
             kwargs: any argument of `generate`.
         """
         if stop_token_ids is not None:

@@ -56,11 +56,6 @@ def check_supported(generation_config: GenerationConfig):
             "use_cache=False",
             "leave use_cache on: rejected tokens are cropped from the cache",
         ),
-        (
-            config.cache_implementation is not None and config.cache_implementation != "dynamic",
-            f"cache_implementation={config.cache_implementation!r}",
-            "leave it unset: rejected tokens are cropped from a dynamic cache",
-        ),
     )
     for refused, what, remedy in refusals:
         if refused:
@@ -90,7 +85,8 @@ def _check_cache(cache: Cache | None, target: PreTrainedModel) -> Cache:
     if not cache.is_croppable:
         raise ValueError(
             f"The cache of {type(target).__name__} has layers that cannot forget rejected proposals: "
-            f"{layer_names(cache)}. Generate without the draft."
+            f"{layer_names(cache)}. Leave `cache_implementation` unset, where you have set it, or generate without "
+            "the draft."
         )
     return cache
 
@@ -251,11 +247,7 @@ class _Decoding:
         """One target pass over anchors and proposals; commit what stands before the new anchors."""
         started = time.perf_counter()
         width = proposal.proposal_ids.shape[1] + 1
-        inputs = self._block_inputs(proposal) if self.ragged is None else self._ragged_inputs(proposal)
-        if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = width
-        self.capture.clear()
-        outputs = self.target(**inputs, return_dict=True)
+        outputs = self._target_pass(proposal)
         features = self.capture.take(self.draft.device)
         logits = self._logits(outputs, width)
         verified = self._verify(proposal, logits, lockstep=self.ragged is None)
@@ -280,6 +272,18 @@ class _Decoding:
         for row, count in zip(self.sequences.rows, verified.num_new, strict=True):
             self.acceptance_lengths[row].append(count)
         self._commit(verified)
+
+    def idle(self):
+        """A target pass of no effect: other processes still need this one's part of the weights."""
+        self._target_pass(Proposal(self.sequences.last().new_empty(len(self.sequences), 0)))
+        self.cache.crop(-1)
+
+    def _target_pass(self, proposal: Proposal):
+        inputs = self._block_inputs(proposal) if self.ragged is None else self._ragged_inputs(proposal)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = proposal.proposal_ids.shape[1] + 1
+        self.capture.clear()
+        return self.target(**inputs, return_dict=True)
 
     def _block_inputs(self, proposal: Proposal) -> dict[str, Any]:
         num_new, model_kwargs = proposal.proposal_ids.shape[1], dict(self.model_kwargs)
@@ -433,21 +437,23 @@ def domino_decoding(
     generation_config: GenerationConfig,
     streamer: BaseStreamer | None = None,
     use_head: bool = True,
+    synced_gpus: bool = False,
     **model_kwargs,
 ) -> DominoGenerateOutput | torch.LongTensor:
     """
-    Greedy decoding of one sequence, token for token what the target alone would give.
+    Greedy decoding or sampling of a batch: what the target alone would give, token for token or in distribution.
 
     Args:
         draft (`DominoDraftModel`): proposes.
         target (`PreTrainedModel`): decides.
-        input_ids (`torch.LongTensor` of shape `[1, S]`): the prompt.
+        input_ids (`torch.LongTensor` of shape `[N, S]`): the prompts, padded on the left.
         logits_processor, stopping_criteria, generation_config, streamer, model_kwargs: as prepared by `generate`.
             `generation_config.num_assistant_tokens` bounds the proposals of a round (default `block_size - 1`).
         use_head (`bool`): `False` proposes from the base logits alone (DFlash), for comparison.
+        synced_gpus (`bool`): go on with passes of no effect until all processes have ended, as sharded targets need.
 
     Returns:
-        Token ids `[1, S + new]`, or [`DominoGenerateOutput`] with `return_dict_in_generate=True`.
+        Token ids `[N, S + new]`, or [`DominoGenerateOutput`] with `return_dict_in_generate=True`.
 
     Raises:
         ValueError: before any compute, when an option, the cache or the pair of models is not supported.
@@ -472,8 +478,11 @@ def domino_decoding(
         decoding.prefill()
         # Only now: recording through the prefill would keep what sliding layers drop.
         with recording_past(decoding.cache), target._optimize_model_for_decode():
-            while not decoding.done:
-                decoding.verify(decoding.propose())
+            while target._has_unfinished_sequences(decoding.done, synced_gpus, device=input_ids.device):
+                if decoding.done:
+                    decoding.idle()
+                else:
+                    decoding.verify(decoding.propose())
     if streamer is not None:
         streamer.end()
     return decoding.result()
