@@ -64,12 +64,15 @@ def time_passes(target, draft, context_length: int, new_context: int) -> dict[st
     state = DraftState(torch.zeros(1, dtype=torch.long), dense=True)
     features = torch.zeros(1, context_length, draft.fc.in_features)
     anchor = torch.ones(1, 1, dtype=torch.long)
-    hidden = draft_hidden(draft, parts, state, features, anchor)
+    visible = torch.ones(features.shape[:2], dtype=torch.bool)
+    hidden = draft_hidden(draft, parts, state, features, anchor, visible)
 
     block = torch.ones(1, width, dtype=torch.long)
     seconds = {
         "target": timed(lambda: target(block, **{CACHE_NAME: cache}, use_cache=True)),
-        "backbone": timed(lambda: draft_hidden(draft, parts, state, features[:, :new_context], anchor)),
+        "backbone": timed(
+            lambda: draft_hidden(draft, parts, state, features[:, :new_context], anchor, visible[:, :new_context])
+        ),
         "output head": timed(lambda: parts.logits(hidden[:, : width - 1])),
     }
     return seconds

@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicCache
 
 from .cache import RaggedCache
 from .context import TargetParts
+from .sampling import draw
 from .sequences import Sequences
 
 
@@ -63,7 +64,7 @@ def draft_hidden(
     state: DraftState,
     context_hidden_states: torch.Tensor,
     anchor: torch.LongTensor,
-    visible: torch.BoolTensor | None = None,
+    visible: torch.BoolTensor,
 ) -> torch.Tensor:
     """
     One backbone pass: append the new context to the draft's cache and return draft hidden `[n, B, H]`.
@@ -74,8 +75,8 @@ def draft_hidden(
         context_hidden_states (`torch.Tensor` of shape `[n, L, T * H]`): features of the positions verified since the
             last pass. The anchor's own features do not exist yet.
         anchor (`torch.LongTensor` of shape `[n, 1]`): the last committed token of each row.
-        visible (`torch.BoolTensor` of shape `[n, L]`, *optional*): `False` where a row has no such position; needed
-            unless the state is dense.
+        visible (`torch.BoolTensor` of shape `[n, L]`): `False` where a row has no such position; a dense state has
+            them all.
     """
     size, context_length = draft.config.block_size, context_hidden_states.shape[1]
     block_ids = anchor.new_full((len(anchor), size), draft.config.mask_token_id)
@@ -163,7 +164,7 @@ def rollout(
             q = logits.softmax(-1)
             # Where nothing is left to draw from, any draw is as good as another: the target has the last word.
             q = torch.where(q.isnan(), 1 / q.shape[-1], q)
-            token = torch.multinomial(q, 1)[:, 0]
+            token = draw(q)
             probabilities.append(q)
         else:
             token = logits.argmax(-1).to(anchor.device)

@@ -3,6 +3,7 @@
 """What is decided so far? The token ids of a batch whose rows may differ in length."""
 
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import torch
 from transformers import LogitsProcessorList
@@ -10,7 +11,7 @@ from transformers import LogitsProcessorList
 from .processors import process_rows
 
 # Rows of a batch, to index a tensor's first dimension with.
-Rows = torch.LongTensor | slice
+Rows: TypeAlias = torch.LongTensor | slice
 
 
 class Sequences:

@@ -8,7 +8,8 @@ import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from .rollout import Proposal
-from .sequences import Sequences
+from .sampling import accept_or_draw, draw
+from .sequences import Rows, Sequences
 
 
 @dataclass
@@ -74,15 +75,28 @@ def verify(
     live = [row for row in rows if lockstep or not stopped[row]]
 
     # Without processors all choices are known at once, for one synchronisation a round.
-    choices = matches = None
-    if not logits_processor and not do_sample:
-        choices = logits.argmax(-1)
-        matches = (choices[:, :-1] == proposal.proposal_ids).tolist()
+    choices = logits.argmax(-1) if not logits_processor and not do_sample else None
+    matches = [] if choices is None else (choices[:, :-1] == proposal.proposal_ids).tolist()
+
+    def choose(k: int, members: list[int], index: Rows, scores: torch.Tensor) -> tuple[torch.LongTensor, list[bool]]:
+        """The tokens of a group at offset k, and which of them are the proposals."""
+        if choices is not None:
+            tokens = choices[index, k]
+            return tokens, [matches[row][k] for row in members] if k < num_proposals else [False] * len(members)
+        if k == num_proposals:
+            tokens = draw(scores.softmax(-1)) if do_sample else scores.argmax(-1)
+            return tokens, [False] * len(members)
+        offered = proposal.proposal_ids[index, k]
+        if do_sample:
+            assert proposal.probabilities is not None
+            tokens, stand = accept_or_draw(scores, offered, proposal.probabilities[index, k])
+        else:
+            tokens = scores.argmax(-1)
+            stand = tokens == offered
+        return tokens, stand.tolist()
 
     new_scores: list[torch.Tensor] = []
     for k in range(num_proposals + 1):
-        has_proposal = k < num_proposals
-        offered = proposal.proposal_ids[:, k] if has_proposal else None
         accepted = [False] * num_rows
         if keep_scores:
             new_scores.append(torch.zeros_like(logits[:, k]))
@@ -90,22 +104,13 @@ def verify(
             scores = sequences.process(logits_processor, members, prefix, logits[index, k])
             if keep_scores:
                 new_scores[k][index] = scores
-            if choices is not None:
-                choice = choices[index, k]
-                stands = [matches[row][k] for row in members] if has_proposal else None
-            elif do_sample:
-                q = proposal.probabilities[index, k] if has_proposal else None
-                choice, taken = sample(scores, offered[index] if has_proposal else None, q)
-                stands = taken.tolist() if has_proposal else None
-            else:
-                choice = scores.argmax(-1)
-                stands = (choice == offered[index]).tolist() if has_proposal else None
+            tokens, stand = choose(k, members, index, scores)
             ended = [stopped[row] for row in members]
             if pad_token_id is not None and any(ended):
-                choice = torch.where(torch.tensor(ended, device=choice.device), pad_token_id, choice)
-            sequences.put_rows(index, prefix.shape[1], choice)
-            for row, stood in zip(members, stands or (), strict=False):
-                accepted[row] = stood
+                tokens = torch.where(torch.tensor(ended, device=tokens.device), pad_token_id, tokens)
+            sequences.put_rows(index, prefix.shape[1], tokens)
+            for row, stands in zip(members, stand, strict=True):
+                accepted[row] = stands
 
         seen = None if past_scores is None else (*past_scores, *new_scores)
         for members, _, prefix in sequences.groups(live, k + 1):
@@ -123,32 +128,3 @@ def verify(
             if not live:
                 break
     return Verification(num_new, stopped, new_scores)
-
-
-def sample(
-    scores: torch.Tensor, proposal_ids: torch.LongTensor | None, draft_probabilities: torch.Tensor | None
-) -> tuple[torch.LongTensor, torch.BoolTensor | None]:
-    """
-    One step of rejection sampling.
-
-    Args:
-        scores (`torch.FloatTensor` of shape `[g, V]`): processed scores of the target.
-        proposal_ids (`torch.LongTensor` of shape `[g]`, *optional*): drawn from `draft_probabilities`; `None` draws
-            from the target alone.
-        draft_probabilities (`torch.FloatTensor` of shape `[g, V]`, *optional*): q.
-
-    Returns:
-        The tokens `[g]`, and which of them are the proposals `[g]`.
-    """
-    p = scores.softmax(-1)
-    if proposal_ids is None:
-        return torch.multinomial(p, 1)[:, 0], None
-    q = draft_probabilities.to(p)
-    index = proposal_ids[:, None]
-    p_proposal, q_proposal = p.gather(-1, index)[:, 0], q.gather(-1, index)[:, 0]
-    accepted = torch.rand_like(p_proposal) * q_proposal < p_proposal
-    residual = (p - q).clamp(min=0)
-    # Where p and q are equal but for rounding, nothing is left over, and p itself is the limit.
-    residual = torch.where(residual.sum(-1, keepdim=True) > 1e-9, residual, p)
-    other = torch.multinomial(residual, 1)[:, 0]
-    return torch.where(accepted, proposal_ids, other), accepted

@@ -15,8 +15,9 @@ from helpers import make_draft, make_target, random_tokens
 from transformers import LogitsProcessor, LogitsProcessorList, WatermarkingConfig
 
 from domino_spec.generation.rollout import Proposal
+from domino_spec.generation.sampling import accept_or_draw
 from domino_spec.generation.sequences import Sequences
-from domino_spec.generation.verification import sample, verify
+from domino_spec.generation.verification import verify
 
 VOCAB = 7
 PROMPT = 4
@@ -68,20 +69,12 @@ def test_a_step_draws_from_the_target_and_accepts_what_the_distributions_share(c
     torch.manual_seed(11)
     draws = 1_000_000
     proposals = torch.multinomial(q, draws, replacement=True)
-    tokens, accepted = sample(p.log().expand(draws, -1), proposals, q.expand(draws, -1))
+    tokens, accepted = accept_or_draw(p.log().expand(draws, -1), proposals, q.expand(draws, -1))
     assert torch.equal(tokens[accepted], proposals[accepted])
     assert chi_square_p(tokens.bincount(minlength=5), p * draws) > LEVEL
     # A proposal stands with probability sum(min(p, q)).
     share, deviation = float(torch.minimum(p, q).sum()), 0.5 / math.sqrt(draws)
     assert abs(float(accepted.double().mean()) - share) < 5 * deviation
-
-
-def test_without_a_proposal_a_step_draws_from_the_target():
-    p = torch.tensor([0.1, 0.2, 0.3, 0.4])
-    torch.manual_seed(3)
-    tokens, accepted = sample(p.log().expand(100_000, -1), None, None)
-    assert accepted is None
-    assert chi_square_p(tokens.bincount(minlength=4), p * 100_000) > LEVEL
 
 
 def test_a_draft_that_is_the_target_is_always_believed():

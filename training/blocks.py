@@ -145,6 +145,6 @@ def block_attention_masks(
         mask = full
         if layer_type == "sliding_attention" and config.sliding_window_rule != "none":
             key = torch.cat([context.expand(rows, -1), query], dim=-1)
-            mask = full & window_mask(config.sliding_window_rule, config.sliding_window, query, key)
+            mask = full & window_mask(str(config.sliding_window_rule), config.sliding_window, query, key)
         masks[layer_type] = mask[:, None]
     return masks

@@ -45,12 +45,22 @@ class DominoGenerateOutput(GenerateDecoderOnlyOutput):
     What `generate` returns with `return_dict_in_generate=True`: transformers' own output, and
 
     Attributes:
-        acceptance_lengths (`torch.LongTensor` of shape `[rounds]`): tokens committed by each round (accepted
-            proposals and the bonus token; fewer where a stop cut the round). The first token of all comes from the
-            prefill and is not counted, so that the sum is the number of new tokens less one.
+        acceptance_lengths (`torch.LongTensor` of shape `[N, rounds]`): tokens that each round committed in each row
+            (accepted proposals and the bonus token; fewer where a stop cut the round; 0 once the row had ended). The
+            first token of all comes from the prefill and is not counted, so that a row's sum is the number of its
+            new tokens less one.
+        seconds (`dict[str, float]`): wall-clock time of the call by part: `"prefill"`, `"draft"` (backbone and
+            rollout), `"verify"` (target pass and verification) and `"host"` (all else). On an accelerator, work still
+            queued counts where it is waited for.
     """
 
     acceptance_lengths: torch.LongTensor | None = None
+    seconds: dict[str, float] | None = None
+
+
+def is_returned(cache: Cache, generation_config: GenerationConfig) -> bool:
+    """Whether the caller will see `cache` after the call: it is part of the output, or was passed in."""
+    return bool(generation_config.return_dict_in_generate) or getattr(cache, "_is_user_defined", False)
 
 
 def default_num_assistant_tokens() -> int | None:
@@ -61,6 +71,106 @@ def default_num_assistant_tokens() -> int | None:
 def make_output(cache: Cache, **values: Any) -> DominoGenerateOutput:
     """The output with `cache` under the name that this transformers uses."""
     return DominoGenerateOutput(**values, **{CACHE_NAME: cache})
+
+
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How do rows that advance at their own pace share one cache? What a row must not see stays in it, masked, until the
+holes cost more than a copy."""
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+# Entries that hold nothing are dropped once they are more than this share of the cache and more than a few.
+_MAX_HOLES = 0.25
+_FEW = 16
+
+
+def can_have_holes(cache: Cache) -> bool:
+    """Whether entries of `cache` may be masked and moved: it grows, keeps everything and orders nothing by index."""
+    return all(type(layer) is DynamicLayer for layer in cache.layers)
+
+
+class RaggedCache:
+    """
+    A cache `[n, heads, P, head_dim]` with, for each entry, where its token stands and whether its row may see it.
+
+    Args:
+        cache (`Cache`): see [`can_have_holes`]; extended by the models, cut and packed here.
+        positions (`torch.LongTensor` of shape `[n, P]`): of the entries it holds.
+        visible (`torch.BoolTensor` of shape `[n, P]`): `False` on padding and on rejected tokens.
+    """
+
+    def __init__(self, cache: Cache, positions: torch.LongTensor, visible: torch.BoolTensor):
+        self.cache, self.positions, self.visible = cache, positions, visible
+
+    def append(self, positions: torch.LongTensor, visible: torch.BoolTensor):
+        """Say what a pass has added: `[n, L]` each."""
+        self.positions = torch.cat([self.positions, positions], dim=1)
+        self.visible = torch.cat([self.visible, visible], dim=1)
+
+    def tidy(self):
+        """Pack the cache when much of it is holes: visible entries move to the right end, in order."""
+        length = self.visible.shape[1]
+        longest = int(self.visible.sum(-1).max())
+        if length - longest <= max(_FEW, length * _MAX_HOLES):
+            return
+        # Stable, so that entries keep their order; False sorts before True.
+        index = self.visible.to(torch.uint8).argsort(dim=-1, stable=True)[:, length - longest :]
+        self.positions, self.visible = self.positions.gather(1, index), self.visible.gather(1, index)
+        for layer in self.cache.layers:
+            if layer.is_initialized:
+                layer.keys = _gather(layer.keys, index)
+                layer.values = _gather(layer.values, index)
+
+    def keep(self, rows: torch.LongTensor):
+        """Forget all other rows."""
+        self.positions, self.visible = self.positions[rows], self.visible[rows]
+        for layer in self.cache.layers:
+            if layer.is_initialized:
+                layer.batch_select_indices(rows.to(layer.keys.device))
+
+    def take_row(self, row: int) -> "CachedRow":
+        """What one row may see, to be put back by [`restore`]."""
+        seen = self.visible[row]
+        layers = [
+            (layer.keys[row][:, seen.to(layer.keys.device)], layer.values[row][:, seen.to(layer.keys.device)])
+            if layer.is_initialized
+            else None
+            for layer in self.cache.layers
+        ]
+        return CachedRow(self.positions[row, seen], layers)
+
+    def restore(self, rows: list["CachedRow"], length: int):
+        """Fill the cache with `rows`, each entry at the index of its position: `[len(rows), heads, length, head_dim]`
+        with zeros elsewhere, as a cache without holes has them."""
+        for i, layer in enumerate(self.cache.layers):
+            if not layer.is_initialized:
+                continue
+            for name, which in (("keys", 0), ("values", 1)):
+                old = getattr(layer, name)
+                whole = old.new_zeros(len(rows), old.shape[1], length, old.shape[3])
+                for slot, row in enumerate(rows):
+                    whole[slot].index_copy_(1, row.positions.to(old.device), row.layers[i][which])
+                setattr(layer, name, whole)
+
+
+class CachedRow:
+    """
+    Keys and values of one row.
+
+    Args:
+        positions (`torch.LongTensor` of shape `[m]`): of its entries.
+        layers: for each layer keys and values `[heads, m, head_dim]`, or `None` for a layer that holds none.
+    """
+
+    def __init__(self, positions: torch.LongTensor, layers: list):
+        self.positions, self.layers = positions, layers
+
+
+def _gather(states: torch.Tensor, index: torch.LongTensor) -> torch.Tensor:
+    index = index.to(states.device)[:, None, :, None]
+    return states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))
 
 
 # Copyright 2026 The domino_spec authors.
@@ -207,6 +317,351 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
 
 # Copyright 2026 The domino_spec authors.
 # SPDX-License-Identifier: Apache-2.0
+"""Which processors and criteria may be called out of plain decoding's order? What we know reads nothing but its
+arguments; all else is called exactly as plain decoding would."""
+
+import copy
+
+import torch
+from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import logits_process, stopping_criteria
+
+# They read nothing but the tokens and logits of one row at a time: any row, any number of calls, same result.
+_ROW_WISE = {
+    getattr(logits_process, name)
+    for name in (
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "ExponentialDecayLengthPenalty",
+        "ForcedBOSTokenLogitsProcessor",
+        "ForcedEOSTokenLogitsProcessor",
+        "InfNanRemoveLogitsProcessor",
+        "LogitNormalization",
+        "MinLengthLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor",
+        "MinPLogitsWarper",
+        "NoBadWordsLogitsProcessor",
+        "NoRepeatNGramLogitsProcessor",
+        "RepetitionPenaltyLogitsProcessor",
+        "SequenceBiasLogitsProcessor",
+        "SuppressTokensAtBeginLogitsProcessor",
+        "SuppressTokensLogitsProcessor",
+        "TemperatureLogitsWarper",
+        "TopHLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "TypicalLogitsWarper",
+        "WatermarkLogitsProcessor",
+    )
+    if hasattr(logits_process, name)
+}
+# These know a row by its place in the batch, so they need the whole batch at one length, but count no calls.
+_BATCH_WISE = {
+    logits_process.EncoderNoRepeatNGramLogitsProcessor,
+    logits_process.EncoderRepetitionPenaltyLogitsProcessor,
+    logits_process.PrefixConstrainedLogitsProcessor,
+}
+_ROW_WISE_CRITERIA = {
+    stopping_criteria.EosTokenCriteria,
+    stopping_criteria.MaxLengthCriteria,
+    stopping_criteria.MaxTimeCriteria,
+    stopping_criteria.StopStringCriteria,
+}
+
+
+def draft_processors(logits_processor: LogitsProcessorList) -> LogitsProcessorList:
+    """
+    The processors that also shape proposals, which only raises acceptance. Any other might count its calls, and must
+    see those of plain decoding only.
+    """
+    return LogitsProcessorList(p for p in logits_processor if type(p) in _ROW_WISE | _BATCH_WISE)
+
+
+def are_row_wise(logits_processor: LogitsProcessorList, criteria: StoppingCriteriaList, pads: bool) -> bool:
+    """
+    Whether rows of different lengths may be processed and stopped one by one. Where ended rows cannot be padded
+    (`pads` false), they may differ in length only on the way to a common limit.
+    """
+    allowed = _ROW_WISE_CRITERIA if pads else {stopping_criteria.MaxLengthCriteria}
+    return all(type(p) in _ROW_WISE for p in logits_processor) and all(type(c) in allowed for c in criteria)
+
+
+def process_rows(
+    logits_processor: LogitsProcessorList, rows: list[int], input_ids: torch.LongTensor, scores: torch.Tensor
+) -> torch.Tensor:
+    """
+    Scores `[g, V]` of some `rows` of the batch, from row-wise processors.
+
+    Args:
+        rows (`list[int]`): which rows of the batch these are.
+        input_ids (`torch.LongTensor` of shape `[g, S]`), scores (`torch.FloatTensor` of shape `[g, V]`): theirs.
+    """
+    for processor in logits_processor:
+        # Later versions of transformers let this one skip each row's padding: one number for each row of the batch.
+        skipped = getattr(processor, "prompt_ignore_length", None)
+        if isinstance(skipped, torch.Tensor):
+            processor = copy.copy(processor)
+            processor.prompt_ignore_length = skipped[torch.tensor(rows, device=skipped.device)]
+        scores = processor(input_ids, scores)
+    return scores
+
+
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What does `return_dict_in_generate` ask for? Kept here token by token, as plain `generate` gives it."""
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.cache_utils import Cache
+
+
+class Record:
+    """
+    Scores, logits, hidden states and attentions, one entry per new token; `None` where not asked for.
+
+    Args:
+        config (`GenerationConfig`): says what is asked for.
+        num_rows (`int`): rows of the batch (N). Where a row has no token any more, entries hold zeros.
+    """
+
+    def __init__(self, config: GenerationConfig, num_rows: int):
+        self.num_rows = num_rows
+        wanted = config.return_dict_in_generate
+        self.scores: list | None = [] if wanted and config.output_scores else None
+        self.logits: list | None = [] if wanted and config.output_logits else None
+        self.hidden_states: list | None = [] if wanted and config.output_hidden_states else None
+        self.attentions: list | None = [] if wanted and config.output_attentions else None
+
+    def add_prefill(self, outputs: Any, logits: torch.Tensor, scores: list[torch.Tensor]):
+        """The pass over the prompt: its states stay whole. `logits` is `[N, 1, V]`."""
+        if self.scores is not None:
+            self.scores.append(scores[0])
+        if self.logits is not None:
+            self.logits.append(logits[:, 0])
+        if self.hidden_states is not None:
+            self.hidden_states.append(outputs.hidden_states)
+        if self.attentions is not None:
+            self.attentions.append(outputs.attentions)
+
+    def add_round(self, outputs: Any, cache: Cache, logits: torch.Tensor, scores: list[torch.Tensor], num_new: int):
+        """
+        A round that all rows leave with equally many tokens.
+
+        Args:
+            outputs: of the target, over anchors and proposals.
+            cache: of the target; knows which layers slide.
+            logits (`torch.Tensor` of shape `[N, K + 1, V]`): unprocessed.
+            scores (`list` of `[N, V]`): processed, for each offset.
+            num_new (`int`): how many tokens each row committed.
+        """
+        if self.scores is not None:
+            self.scores += scores[:num_new]
+        if self.logits is not None:
+            self.logits += [logits[:, k] for k in range(num_new)]
+        if self.hidden_states is not None:
+            self.hidden_states += [tuple(s[:, k : k + 1] for s in outputs.hidden_states) for k in range(num_new)]
+        if self.attentions is not None:
+            maps = outputs.attentions
+            windows = [layer.sliding_window if layer.is_sliding else None for layer in cache.layers]
+            self.attentions += [
+                tuple(_row(a, k, window) for a, window in zip(maps, windows, strict=True)) for k in range(num_new)
+            ]
+
+    def add_ragged_round(
+        self,
+        outputs: Any,
+        logits: torch.Tensor,
+        scores: list[torch.Tensor],
+        rows: list[int],
+        first: list[int],
+        num_new: list[int],
+    ):
+        """
+        A round in which each row advances at its own pace; attentions cannot be had from it.
+
+        Args:
+            outputs, logits, scores: as above, for the n rows that still run.
+            rows (`list[int]`): which rows of the batch these are.
+            first (`list[int]`): the number of each row's first new token in this round.
+            num_new (`list[int]`): how many tokens each committed.
+        """
+        for entry, (row, start, count) in enumerate(zip(rows, first, num_new, strict=True)):
+            for k in range(count):
+                if self.scores is not None:
+                    self._put(self.scores, start + k, row, scores[k][entry])
+                if self.logits is not None:
+                    self._put(self.logits, start + k, row, logits[entry, k])
+                if self.hidden_states is not None:
+                    if len(self.hidden_states) == start + k:
+                        self.hidden_states.append(
+                            tuple(s.new_zeros(self.num_rows, 1, s.shape[-1]) for s in outputs.hidden_states)
+                        )
+                    for whole, states in zip(self.hidden_states[start + k], outputs.hidden_states, strict=True):
+                        whole[row] = states[entry, k : k + 1]
+
+    def _put(self, entries: list[torch.Tensor], number: int, row: int, value: torch.Tensor):
+        if len(entries) == number:
+            entries.append(value.new_zeros(self.num_rows, *value.shape))
+        entries[number][row] = value
+
+    def as_output(self) -> dict[str, tuple | None]:
+        """The four fields of `generate`'s output."""
+        fields = ("scores", "logits", "hidden_states", "attentions")
+        return {name: None if (kept := getattr(self, name)) is None else tuple(kept) for name in fields}
+
+
+def _row(attention: torch.Tensor, k: int, window: int | None) -> torch.Tensor:
+    """What token k of a round saw: `[N, heads, 1, keys]`, without the proposals after it and the keys out of reach."""
+    stop = attention.shape[-1] - (attention.shape[-2] - 1 - k)
+    return attention[:, :, k : k + 1, 0 if window is None else max(0, stop - window) : stop]
+
+
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How is a token drawn? From one distribution, or from the target's by way of the draft's."""
+
+import torch
+
+
+def draw(probabilities: torch.Tensor) -> torch.LongTensor:
+    """One token `[g]` from each of `probabilities` `[g, V]`, which need not add up to 1."""
+    return torch.multinomial(probabilities, 1)[:, 0]
+
+
+def accept_or_draw(
+    scores: torch.Tensor, proposal_ids: torch.LongTensor, draft_probabilities: torch.Tensor
+) -> tuple[torch.LongTensor, torch.BoolTensor]:
+    """
+    One step of rejection sampling.
+
+    Args:
+        scores (`torch.FloatTensor` of shape `[g, V]`): processed scores of the target.
+        proposal_ids (`torch.LongTensor` of shape `[g]`): drawn from `draft_probabilities`.
+        draft_probabilities (`torch.FloatTensor` of shape `[g, V]`): q.
+
+    Returns:
+        The tokens `[g]`, and which of them are the proposals `[g]`.
+    """
+    p = scores.softmax(-1)
+    q = draft_probabilities.to(p)
+    index = proposal_ids[:, None]
+    p_proposal, q_proposal = p.gather(-1, index)[:, 0], q.gather(-1, index)[:, 0]
+    accepted = torch.rand_like(p_proposal) * q_proposal < p_proposal
+    residual = (p - q).clamp(min=0)
+    # Where p and q are equal but for rounding, nothing is left over, and p itself is the limit.
+    residual = torch.where(residual.sum(-1, keepdim=True) > 1e-9, residual, p)
+    return torch.where(accepted, proposal_ids, draw(residual)), accepted
+
+
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What is decided so far? The token ids of a batch whose rows may differ in length."""
+
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import torch
+from transformers import LogitsProcessorList
+
+
+# Rows of a batch, to index a tensor's first dimension with.
+Rows: TypeAlias = torch.LongTensor | slice
+
+
+class Sequences:
+    """
+    Committed tokens of each row; behind them, the proposals under verification.
+
+    Args:
+        input_ids (`torch.LongTensor` of shape `[n, S]`): the prompts.
+
+    Attributes:
+        lengths (`list[int]`): committed tokens of each row, left padding of the prompt included.
+        rows (`list[int]`): which rows of the batch these are; ended ones may have been let go.
+    """
+
+    def __init__(self, input_ids: torch.LongTensor):
+        self._tokens = input_ids
+        self.lengths = [input_ids.shape[1]] * input_ids.shape[0]
+        self.rows = list(range(input_ids.shape[0]))
+        self._batch_size = input_ids.shape[0]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def device(self) -> torch.device:
+        return self._tokens.device
+
+    def reserve(self, extra: int):
+        """Make room for `extra` tokens behind each row."""
+        missing = max(self.lengths) + extra - self._tokens.shape[1]
+        if missing > 0:
+            # Grown by more than asked, so that a long answer is not copied at every round.
+            space = self._tokens.new_zeros(len(self), max(missing, self._tokens.shape[1] // 2, 64))
+            self._tokens = torch.cat([self._tokens, space], dim=1)
+
+    def groups(self, rows: list[int], offset: int) -> Iterator[tuple[list[int], Rows, torch.LongTensor]]:
+        """
+        `rows` by length: the rows, an index for them and their tokens `[g, length + offset]`, proposals up to
+        `offset` included.
+        """
+        by_length: dict[int, list[int]] = {}
+        for row in rows:
+            by_length.setdefault(self.lengths[row], []).append(row)
+        for length, members in by_length.items():
+            index = slice(None) if len(members) == len(self) else torch.tensor(members, device=self.device)
+            yield members, index, self._tokens[index, : length + offset].contiguous()
+
+    def process(
+        self, logits_processor: LogitsProcessorList, members: list[int], prefix: torch.LongTensor, logits: torch.Tensor
+    ) -> torch.Tensor:
+        """Processed scores of a group: as plain decoding calls for the whole batch, else row-wise."""
+        if not logits_processor:
+            return logits
+        rows = [self.rows[row] for row in members]
+        if rows == list(range(self._batch_size)):
+            return logits_processor(prefix, logits)
+        return process_rows(logits_processor, rows, prefix, logits)
+
+    def put(self, token_ids: torch.LongTensor, offset: int):
+        """Write `token_ids` `[n]` at `offset` behind the committed tokens of each row, without committing them."""
+        if len(set(self.lengths)) == 1:
+            self._tokens[:, self.lengths[0] + offset] = token_ids
+        else:
+            columns = torch.tensor(self.lengths, device=self.device) + offset
+            self._tokens[torch.arange(len(self), device=self.device), columns] = token_ids
+
+    def put_rows(self, rows: Rows, length: int, token_ids: torch.LongTensor):
+        """Write `token_ids` `[g]` as token number `length` of `rows`."""
+        self._tokens[rows, length] = token_ids
+
+    def last(self) -> torch.LongTensor:
+        """The anchors `[n, 1]`."""
+        if len(set(self.lengths)) == 1:
+            return self._tokens[:, self.lengths[0] - 1 : self.lengths[0]]
+        columns = torch.tensor(self.lengths, device=self.device) - 1
+        return self._tokens.gather(1, columns[:, None])
+
+    def prefix(self) -> torch.LongTensor:
+        """Committed tokens of all rows, `[n, length]`, where they are of one length."""
+        return self._tokens[:, : self.lengths[0]]
+
+    def row(self, row: int) -> torch.LongTensor:
+        """Committed tokens of one row, `[length]`."""
+        return self._tokens[row, : self.lengths[row]]
+
+    def keep(self, rows: list[int]):
+        """Forget all other rows."""
+        self._tokens = self._tokens[torch.tensor(rows, device=self.device)]
+        self.lengths = [self.lengths[row] for row in rows]
+        self.rows = [self.rows[row] for row in rows]
+
+
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
 """How does a draft propose? One backbone pass for the block, then the head's rollout, token by token."""
 
 from dataclasses import dataclass
@@ -220,70 +675,107 @@ from transformers.cache_utils import DynamicCache
 @dataclass
 class Proposal:
     """
-    Tokens offered after the anchor.
+    Tokens offered after the anchors.
 
     Attributes:
-        proposal_ids (`torch.LongTensor` of shape `[1, K]`): on the target's device.
-        finite (`torch.BoolTensor` of shape `[]`): whether the logits they come from are finite numbers.
+        proposal_ids (`torch.LongTensor` of shape `[n, K]`): on the target's device.
+        probabilities (`torch.FloatTensor` of shape `[n, K, V]`, *optional*): when sampling, the distribution that
+            each was drawn from.
+        finite (`torch.BoolTensor` of shape `[]`, *optional*): whether the logits they come from are finite numbers.
     """
 
     proposal_ids: torch.LongTensor
-    finite: torch.Tensor
+    probabilities: torch.Tensor | None = None
+    finite: torch.Tensor | None = None
 
 
 class DraftState:
     """
-    What one call of `generate` keeps about a draft: its key/value cache and how many positions that covers.
+    What one call of `generate` keeps about a draft: its key/value cache and which positions that covers.
 
     A draft holds no per-call state itself, so that threads may share it.
 
     Args:
-        position (`int`): absolute position of the first context token that the draft will be shown.
+        position (`torch.LongTensor` of shape `[n]`): absolute position of the first context token of each row that
+            the draft will be shown.
+        dense (`bool`): whether all rows will always be shown tokens that follow one another without padding; then no
+            mask is needed.
     """
 
-    def __init__(self, position: int):
+    def __init__(self, position: torch.LongTensor, dense: bool):
         # Without a config every layer is of the growing kind: sliding layers mask, so that a block can be cropped off.
         self.cache = DynamicCache()
         self.position = position
+        nothing = position.new_empty(len(position), 0)
+        self.ragged = None if dense else RaggedCache(self.cache, nothing, nothing.bool())
+
+    def keep(self, rows: torch.LongTensor):
+        """Forget all other rows."""
+        self.position = self.position[rows]
+        if self.ragged is not None:
+            self.ragged.keep(rows)
 
 
 def draft_hidden(
-    draft, target: TargetParts, state: DraftState, context_hidden_states: torch.Tensor, anchor: torch.LongTensor
+    draft,
+    target: TargetParts,
+    state: DraftState,
+    context_hidden_states: torch.Tensor,
+    anchor: torch.LongTensor,
+    visible: torch.BoolTensor,
 ) -> torch.Tensor:
     """
-    One backbone pass: append the new context to the draft's cache and return draft hidden `[1, B, H]`.
+    One backbone pass: append the new context to the draft's cache and return draft hidden `[n, B, H]`.
 
     Args:
         draft (`DominoDraftModel`), target (`TargetParts`): the two models.
         state (`DraftState`): extended by the context, in place.
-        context_hidden_states (`torch.Tensor` of shape `[1, L, T * H]`): features of the positions verified since the
+        context_hidden_states (`torch.Tensor` of shape `[n, L, T * H]`): features of the positions verified since the
             last pass. The anchor's own features do not exist yet.
-        anchor (`torch.LongTensor` of shape `[1, 1]`): the last committed token.
+        anchor (`torch.LongTensor` of shape `[n, 1]`): the last committed token of each row.
+        visible (`torch.BoolTensor` of shape `[n, L]`): `False` where a row has no such position; a dense state has
+            them all.
     """
     size, context_length = draft.config.block_size, context_hidden_states.shape[1]
-    block_ids = anchor.new_full((1, size), draft.config.mask_token_id)
+    block_ids = anchor.new_full((len(anchor), size), draft.config.mask_token_id)
     block_ids[:, :1] = anchor
-    positions = torch.arange(state.position, state.position + context_length + size, device=draft.device)[None]
+    start, masks = state.position[:, None], None
+    if state.ragged is None:
+        positions = start + torch.arange(context_length + size, device=draft.device)
+        state.position = state.position + context_length
+    else:
+        context = start + (visible.cumsum(-1) - 1).clamp(min=0)
+        state.position = state.position + visible.sum(-1)
+        block = state.position[:, None] + torch.arange(size, device=draft.device)
+        positions = torch.cat([context, block], dim=-1)
+        state.ragged.append(context, visible)
+        masks = draft.layer_masks(
+            block,
+            torch.cat([state.ragged.positions, block], dim=-1),
+            torch.cat([state.ragged.visible, torch.ones_like(block, dtype=torch.bool)], dim=-1),
+        )
     hidden = draft(
         noise_embeds=target.embed(block_ids).to(draft.device),
         context_hidden_states=context_hidden_states,
         position_ids=positions,
+        attention_mask=masks,
         cache=state.cache,
     ).last_hidden_state
     # The block's own keys and values are of use to this pass only.
     state.cache.crop(-size)
-    state.position += context_length
+    if state.ragged is not None:
+        state.ragged.tidy()
     return hidden
 
 
-def greedy_rollout(
+def rollout(
     draft,
     target: TargetParts,
     hidden: torch.Tensor,
-    anchor: torch.LongTensor,
+    sequences: Sequences,
     num_proposals: int,
-    prefix_ids: torch.LongTensor,
     logits_processor: LogitsProcessorList,
+    do_sample: bool,
     use_head: bool,
 ) -> Proposal:
     """
@@ -291,37 +783,52 @@ def greedy_rollout(
 
     Args:
         draft (`DominoDraftModel`), target (`TargetParts`): the two models.
-        hidden (`torch.Tensor` of shape `[1, B, H]`): from [`draft_hidden`].
-        anchor (`torch.LongTensor` of shape `[1, 1]`): the last committed token.
+        hidden (`torch.Tensor` of shape `[n, B, H]`): from [`draft_hidden`].
+        sequences (`Sequences` of n rows): committed tokens, the anchors last; proposals are written behind them.
         num_proposals (`int`): K, at most B with shifted labels, else B - 1.
-        prefix_ids (`torch.LongTensor` of shape `[1, S]`): all committed tokens, the anchor last.
         logits_processor: applied to the final logits, so that proposals obey what the target's choice will obey.
+        do_sample (`bool`): draw each proposal from its processed distribution, rather than take the likeliest.
         use_head (`bool`): `False` takes the base logits alone (DFlash).
     """
     config = draft.config
+    anchor = sequences.last()
     first = 0 if config.shift_label else 1
     hidden = hidden[:, first : first + num_proposals]
     base_logits = target.logits(hidden)
     use_head = use_head and config.has_head
     finite = torch.isfinite(base_logits.amax())
 
-    if not use_head and not logits_processor:
-        return Proposal(base_logits.argmax(-1).to(anchor.device), finite)
+    if not use_head and not logits_processor and not do_sample:
+        return Proposal(base_logits.argmax(-1).to(anchor.device), finite=finite)
 
-    token, prefix_state, proposal_ids = anchor[:, 0], None, prefix_ids
+    rows = list(range(len(sequences)))
+    token, prefix_state, proposal_ids, probabilities = anchor[:, 0], None, [], []
     for k in range(num_proposals):
-        final_logits = base_logits[:, k]
+        logits = base_logits[:, k]
         if use_head:
             # The state reads every token, those of the pure draft prefix too.
             prefix_state = draft.step(target.embed(token).to(draft.device), prefix_state)
             if k >= config.pure_draft_prefix_len:
-                final_logits = final_logits + draft.correction(hidden[:, k], prefix_state).to(final_logits)
-                finite = finite & torch.isfinite(final_logits.amax())
+                logits = logits + draft.correction(hidden[:, k], prefix_state).to(logits)
+                finite = finite & torch.isfinite(logits.amax())
+        if logits_processor or do_sample:
+            logits = logits.float().to(anchor.device)
         if logits_processor:
-            final_logits = logits_processor(proposal_ids, final_logits.float().to(anchor.device))
-        token = final_logits.argmax(-1).to(anchor.device)
-        proposal_ids = torch.cat([proposal_ids, token[:, None]], dim=-1)
-    return Proposal(proposal_ids[:, prefix_ids.shape[1] :], finite)
+            processed = torch.empty_like(logits)
+            for members, index, prefix in sequences.groups(rows, k):
+                processed[index] = sequences.process(logits_processor, members, prefix, logits[index])
+            logits = processed
+        if do_sample:
+            q = logits.softmax(-1)
+            # Where nothing is left to draw from, any draw is as good as another: the target has the last word.
+            q = torch.where(q.isnan(), 1 / q.shape[-1], q)
+            token = draw(q)
+            probabilities.append(q)
+        else:
+            token = logits.argmax(-1).to(anchor.device)
+        sequences.put(token, k)
+        proposal_ids.append(token)
+    return Proposal(torch.stack(proposal_ids, dim=-1), torch.stack(probabilities, dim=1) if do_sample else None, finite)
 
 
 # Copyright 2026 The domino_spec authors.
@@ -334,74 +841,123 @@ import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 
+
 @dataclass
 class Verification:
     """
-    The tokens that a round commits.
+    What a round commits.
 
     Attributes:
-        input_ids (`torch.LongTensor` of shape `[1, S + n]`): all tokens, the n new ones included.
-        num_new (`int`): n, accepted proposals and the bonus token, or fewer where a stop cut them.
-        stopped (`bool`): whether generation ends here.
-        scores (`list[torch.Tensor]`): processed float32 scores `[1, V]` of each new token, where asked for.
+        num_new (`list[int]`): new tokens of each row: accepted proposals and the bonus token, or fewer where a stop
+            or, in lockstep, another row cut them; 0 for a row that had stopped before.
+        stopped (`list[bool]`): which rows end here, or have ended before.
+        scores (`list[torch.Tensor]`): with `keep_scores`, the processed float32 scores of each offset `[n, V]`; only
+            the entries of committed tokens mean anything.
     """
 
-    input_ids: torch.LongTensor
-    num_new: int
-    stopped: bool
+    num_new: list[int]
+    stopped: list[bool]
     scores: list[torch.Tensor] = field(default_factory=list)
 
 
-def verify_greedy(
-    input_ids: torch.LongTensor,
-    proposal_ids: torch.LongTensor,
+def verify(
+    sequences: Sequences,
+    proposal: Proposal,
     logits: torch.Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
-    scores: tuple[torch.Tensor, ...] | None,
+    stopped: list[bool],
+    do_sample: bool,
+    lockstep: bool,
+    pad_token_id: torch.LongTensor | None = None,
+    keep_scores: bool = False,
+    past_scores: tuple[torch.Tensor, ...] | None = None,
 ) -> Verification:
     """
-    Accept proposals while they are the target's own choice, then take that choice.
+    Accept proposals by the target's word, then take one token of its own.
 
-    Processors and stopping criteria see exactly the calls that token-by-token decoding would make, in its order: the
-    same prefixes, one call for each committed token and none beyond a stop. So also those that count or remember
-    give the plain result.
+    Greedy: a proposal stands while it is the target's choice. Sampling: proposal x, drawn from q, stands with
+    probability min(1, p(x) / q(x)), else a token is drawn from max(p - q, 0) renormalised; p and q are the processed
+    distributions of target and draft (Leviathan et al., arXiv 2211.17192). Either way the tokens are distributed as
+    token-by-token decoding distributes them.
+
+    In lockstep, processors and criteria see exactly the calls that token-by-token decoding would make, in its order:
+    the same prefixes, the whole batch, one call for each committed token and none beyond a stop. So also those that
+    count or remember give the plain result. All rows then commit as many tokens as the first to be rejected. Out of
+    lockstep each row goes as far as it can, and only what looks at single rows may be called.
 
     Args:
-        input_ids (`torch.LongTensor` of shape `[1, S]`): committed tokens, the anchor last.
-        proposal_ids (`torch.LongTensor` of shape `[1, K]`): what the draft offers; K may be 0.
-        logits (`torch.FloatTensor` of shape `[1, K + 1, V]`): of the target, after the anchor and each proposal.
+        sequences (`Sequences` of n rows): committed tokens, the anchor last. The new tokens are written behind them;
+            committing is the caller's.
+        proposal (`Proposal`): K tokens for each row; K may be 0.
+        logits (`torch.FloatTensor` of shape `[n, K + 1, V]`): of the target, after the anchor and each proposal.
         logits_processor, stopping_criteria: as prepared by `generate`.
-        scores (`tuple` of `torch.Tensor`, *optional*): scores of all earlier new tokens, `None` unless asked for.
+        stopped (`list[bool]`): rows that have ended before; they take padding in lockstep, nothing otherwise.
+        do_sample (`bool`), lockstep (`bool`): as above.
+        pad_token_id (`torch.LongTensor` of shape `[]`, *optional*): what ended rows write; `None` lets them go on.
+        keep_scores (`bool`), past_scores: whether to return scores, and those of all earlier new tokens, which
+            criteria may read.
     """
-    length, num_proposals = input_ids.shape[1], proposal_ids.shape[1]
-    tokens = torch.cat([input_ids, proposal_ids, proposal_ids.new_zeros(1, 1)], dim=-1)
+    num_rows, num_proposals = proposal.proposal_ids.shape
+    rows = list(range(num_rows))
+    stopped = list(stopped)
+    num_new = [0] * num_rows
+    live = [row for row in rows if lockstep or not stopped[row]]
+
     # Without processors all choices are known at once, for one synchronisation a round.
-    choices = None if logits_processor else logits.argmax(-1)
-    wanted = num_proposals
-    if choices is not None:
-        matches = (choices[:, :-1] == proposal_ids).long().cumprod(-1).sum(-1)
-        wanted = int(matches)
-        tokens[:, length : length + wanted + 1] = choices[:, : wanted + 1]
+    choices = logits.argmax(-1) if not logits_processor and not do_sample else None
+    matches = [] if choices is None else (choices[:, :-1] == proposal.proposal_ids).tolist()
+
+    def choose(k: int, members: list[int], index: Rows, scores: torch.Tensor) -> tuple[torch.LongTensor, list[bool]]:
+        """The tokens of a group at offset k, and which of them are the proposals."""
+        if choices is not None:
+            tokens = choices[index, k]
+            return tokens, [matches[row][k] for row in members] if k < num_proposals else [False] * len(members)
+        if k == num_proposals:
+            tokens = draw(scores.softmax(-1)) if do_sample else scores.argmax(-1)
+            return tokens, [False] * len(members)
+        offered = proposal.proposal_ids[index, k]
+        if do_sample:
+            assert proposal.probabilities is not None
+            tokens, stand = accept_or_draw(scores, offered, proposal.probabilities[index, k])
+        else:
+            tokens = scores.argmax(-1)
+            stand = tokens == offered
+        return tokens, stand.tolist()
 
     new_scores: list[torch.Tensor] = []
     for k in range(num_proposals + 1):
-        prefix = tokens[:, : length + k]
-        if choices is None:
-            token_scores = logits_processor(prefix, logits[:, k])
-            choice = token_scores.argmax(-1)
-            accepted = k < num_proposals and bool(choice == proposal_ids[:, k])
-            tokens[:, length + k] = choice
+        accepted = [False] * num_rows
+        if keep_scores:
+            new_scores.append(torch.zeros_like(logits[:, k]))
+        for members, index, prefix in sequences.groups(live, k):
+            scores = sequences.process(logits_processor, members, prefix, logits[index, k])
+            if keep_scores:
+                new_scores[k][index] = scores
+            tokens, stand = choose(k, members, index, scores)
+            ended = [stopped[row] for row in members]
+            if pad_token_id is not None and any(ended):
+                tokens = torch.where(torch.tensor(ended, device=tokens.device), pad_token_id, tokens)
+            sequences.put_rows(index, prefix.shape[1], tokens)
+            for row, stands in zip(members, stand, strict=True):
+                accepted[row] = stands
+
+        seen = None if past_scores is None else (*past_scores, *new_scores)
+        for members, _, prefix in sequences.groups(live, k + 1):
+            for row, stop in zip(members, stopping_criteria(prefix, seen).tolist(), strict=True):
+                stopped[row] = stopped[row] or stop
+        for row in live:
+            num_new[row] = k + 1
+        if lockstep:
+            # Ended rows write padding and hold no one up, unless they have none to write.
+            holding = [row for row in rows if not accepted[row] and (pad_token_id is None or not stopped[row])]
+            if all(stopped) or holding:
+                break
         else:
-            token_scores = logits[:, k]
-            accepted = k < wanted
-        if scores is not None:
-            new_scores.append(token_scores)
-        seen = None if scores is None else (*scores, *new_scores)
-        stopped = bool(stopping_criteria(tokens[:, : length + k + 1], seen).all())
-        if stopped or not accepted:
-            break
-    return Verification(tokens[:, : length + k + 1], k + 1, stopped, new_scores)
+            live = [row for row in live if accepted[row] and not stopped[row]]
+            if not live:
+                break
+    return Verification(num_new, stopped, new_scores)
 
 
 # Copyright 2026 The domino_spec authors.
@@ -412,92 +968,21 @@ The loop is ours and not the host's: the host's takes the draft's word on fewer 
 handling of blocks has differed between versions. It is entered with everything that `generate` has prepared.
 """
 
+import inspect
+import time
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
-from transformers.generation import logits_process
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 
 logger = logging.get_logger(__name__)
 
-# Processors that depend on nothing but the tokens and logits they are given. These also shape the proposals, which
-# only raises acceptance; any other might count its calls, and must see those of plain decoding only.
-_PURE_PROCESSORS = {
-    logits_process.ForcedBOSTokenLogitsProcessor,
-    logits_process.ForcedEOSTokenLogitsProcessor,
-    logits_process.MinLengthLogitsProcessor,
-    logits_process.MinNewTokensLengthLogitsProcessor,
-    logits_process.NoBadWordsLogitsProcessor,
-    logits_process.NoRepeatNGramLogitsProcessor,
-    logits_process.RepetitionPenaltyLogitsProcessor,
-    logits_process.SequenceBiasLogitsProcessor,
-    logits_process.SuppressTokensAtBeginLogitsProcessor,
-    logits_process.SuppressTokensLogitsProcessor,
-}
 
-
-class _Record:
-    """What `return_dict_in_generate` asks for, one entry per new token, as plain `generate` gives it."""
-
-    def __init__(self, config: GenerationConfig):
-        wanted = config.return_dict_in_generate
-        self.scores: tuple | None = () if wanted and config.output_scores else None
-        self.logits: tuple | None = () if wanted and config.output_logits else None
-        self.hidden_states: tuple | None = () if wanted and config.output_hidden_states else None
-        self.attentions: tuple | None = () if wanted and config.output_attentions else None
-
-    def add(
-        self,
-        outputs: Any,
-        cache: Cache,
-        logits: torch.Tensor,
-        scores: list[torch.Tensor],
-        num_new: int,
-        is_prefill: bool,
-    ):
-        """
-        Append one target pass.
-
-        Args:
-            outputs: of the target; states and attentions over the prompt, or over anchor and proposals.
-            cache: of the target; knows which layers slide.
-            logits (`torch.Tensor` of shape `[1, K + 1, V]`): unprocessed.
-            scores (`list` of `[1, V]`): processed, for each new token.
-            num_new (`int`): how many tokens of the pass were committed.
-            is_prefill (`bool`): the prefill's states stay whole, those of a round are split by token.
-        """
-        if self.scores is not None:
-            self.scores += tuple(scores)
-        if self.logits is not None:
-            self.logits += tuple(logits[:, k] for k in range(num_new))
-        if self.hidden_states is not None:
-            states = outputs.hidden_states
-            self.hidden_states += (
-                (states,) if is_prefill else tuple(tuple(s[:, k : k + 1] for s in states) for k in range(num_new))
-            )
-        if self.attentions is not None:
-            maps = outputs.attentions
-            windows = [layer.sliding_window if layer.is_sliding else None for layer in cache.layers]
-            self.attentions += (
-                (maps,)
-                if is_prefill
-                else tuple(
-                    tuple(_row(a, k, window) for a, window in zip(maps, windows, strict=True)) for k in range(num_new)
-                )
-            )
-
-
-def _row(attention: torch.Tensor, k: int, window: int | None) -> torch.Tensor:
-    """What token k of a round saw: `[1, heads, 1, keys]`, without the proposals after it and the keys out of reach."""
-    stop = attention.shape[-1] - (attention.shape[-2] - 1 - k)
-    return attention[:, :, k : k + 1, 0 if window is None else max(0, stop - window) : stop]
-
-
-def check_supported(generation_config: GenerationConfig, batch_size: int):
+def check_supported(generation_config: GenerationConfig):
     """
     Refuse, before any compute, what this loop cannot honour.
 
@@ -506,23 +991,16 @@ def check_supported(generation_config: GenerationConfig, batch_size: int):
     """
     config = generation_config
     refusals = (
-        (config.do_sample, "do_sample=True", "pass do_sample=False"),
         ((config.num_beams or 1) > 1, f"num_beams={config.num_beams}", "pass num_beams=1"),
         (
-            (config.num_return_sequences or 1) > 1,
-            f"num_return_sequences={config.num_return_sequences}",
-            "greedy decoding has one answer, ask for one",
+            (config.num_return_sequences or 1) > 1 and not config.do_sample,
+            f"num_return_sequences={config.num_return_sequences} without sampling",
+            "greedy decoding has one answer: pass do_sample=True, or ask for one",
         ),
-        (batch_size > 1, f"a batch of {batch_size} sequences", "generate them one after another"),
         (
             config.use_cache is False,
             "use_cache=False",
             "leave use_cache on: rejected tokens are cropped from the cache",
-        ),
-        (
-            config.cache_implementation is not None and config.cache_implementation != "dynamic",
-            f"cache_implementation={config.cache_implementation!r}",
-            "leave it unset: rejected tokens are cropped from a dynamic cache",
         ),
     )
     for refused, what, remedy in refusals:
@@ -553,19 +1031,346 @@ def _check_cache(cache: Cache | None, target: PreTrainedModel) -> Cache:
     if not cache.is_croppable:
         raise ValueError(
             f"The cache of {type(target).__name__} has layers that cannot forget rejected proposals: "
-            f"{layer_names(cache)}. Generate without the draft."
+            f"{layer_names(cache)}. Leave `cache_implementation` unset, where you have set it, or generate without "
+            "the draft."
         )
     return cache
 
 
-def _first_context(target: PreTrainedModel, features: torch.Tensor, model_kwargs: dict[str, Any], past_length: int):
-    """Drop padding from the prompt's features; returns them and the position of the first, counting real tokens."""
-    mask = model_kwargs.get("attention_mask")
-    if mask is None:
-        return features, past_length
-    real = mask[0].bool()
-    length = features.shape[1]
-    return features[:, real[-length:].to(features.device)], int(real[:-length].sum())
+class _Decoding:
+    """
+    One call of `generate`: what is decided so far, and the steps of a round.
+
+    Rows of a batch advance each at its own pace where the target's cache allows it (the attributes of ragged rounds
+    are then set), else in lockstep.
+
+    Args:
+        draft, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer, use_head,
+            model_kwargs: as for [`domino_decoding`].
+        parts (`TargetParts`): of the target.
+        capture (`ContextCapture`): open on the target layers that the draft reads.
+    """
+
+    def __init__(
+        self,
+        draft,
+        target: PreTrainedModel,
+        parts: TargetParts,
+        capture: ContextCapture,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: BaseStreamer | None,
+        use_head: bool,
+        model_kwargs: dict[str, Any],
+    ):
+        self.draft, self.target, self.parts, self.capture = draft, target, parts, capture
+        self.generation_config, self.use_head = generation_config, use_head
+        self.logits_processor, self.stopping_criteria, self.streamer = logits_processor, stopping_criteria, streamer
+        self.draft_processors = draft_processors(logits_processor)
+        self.num_proposals = proposals_per_round(draft.config, generation_config)
+        self.do_sample = bool(generation_config.do_sample)
+        # As in plain decoding: without an end of sequence, rows that a criterion has stopped go on until all are.
+        self.pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        self.pad_token_id = generation_config._pad_token_tensor if self.pads else None
+        if self.pad_token_id is not None:
+            self.pad_token_id = self.pad_token_id.to(input_ids.device)
+
+        self.model_kwargs = model_kwargs
+        self.num_rows, self.prompt_length = input_ids.shape
+        self.sequences = Sequences(input_ids)
+        # Whether the rows that still run end here, and what the others were when they ended.
+        self.stopped = [False] * self.num_rows
+        self.finished: dict[int, torch.LongTensor] = {}
+        self.finished_cache: dict[int, CachedRow] = {}
+        self.record = Record(generation_config, self.num_rows)
+        self.acceptance_lengths: list[list[int]] = [[] for _ in range(self.num_rows)]
+        self.num_streamed = 0
+        self.seconds = {"prefill": 0.0, "draft": 0.0, "verify": 0.0}
+        self.started = time.perf_counter()
+
+    # Prefill
+
+    def prefill(self):
+        """Read the prompt and commit the target's first token: the first anchors."""
+        cache = self.model_kwargs.get(CACHE_NAME)
+        # Recurrent layers know only after their first pass whether they can be cropped; all are asked again below.
+        recurrent = cache is not None and any(cache.is_linear)
+        past_length = 0 if recurrent else int(_check_cache(cache, self.target).get_seq_length())
+        input_ids = self.sequences.prefix()
+        outputs = self.target._prefill(input_ids, self.generation_config, self.model_kwargs, is_first_iteration=True)
+        self.cache = _check_cache(outputs.get(CACHE_NAME), self.target)
+        features = self.capture.take(self.draft.device)
+        logits = self._logits(outputs, 1)
+        self.ragged = self._ragged_cache(past_length + features.shape[1])
+        self.features, self.visible = self._first_context(features, past_length)
+
+        verified = self._verify(Proposal(input_ids.new_empty(self.num_rows, 0)), logits, lockstep=True)
+        self.record.add_prefill(outputs, logits, verified.scores)
+        if self.ragged is None:
+            self._advance(outputs, 1)
+        self._commit(verified)
+        self.seconds["prefill"] = time.perf_counter() - self.started
+
+    def _ragged_cache(self, length: int) -> RaggedCache | None:
+        """The target's cache as one whose rows may advance at their own pace, or `None` for lockstep."""
+        if self.num_rows == 1:
+            return None
+        mask, position_ids = self.model_kwargs.get("attention_mask"), self.model_kwargs.get("position_ids")
+        # Attentions are given key by key, and other tensors along the sequence follow no row of their own.
+        if (
+            self.generation_config.output_attentions
+            or not are_row_wise(self.logits_processor, self.stopping_criteria, self.pads)
+            or "position_ids" not in inspect.signature(self.target.forward).parameters
+            or (position_ids is not None and position_ids.dim() != 2)
+            or any(self.model_kwargs.get(name) is not None for name in ("token_type_ids", "mm_token_type_ids"))
+        ):
+            return None
+        if not can_have_holes(self.cache):
+            logger.warning_once(
+                f"The cache of {type(self.target).__name__} cannot hold rows of different lengths, so all rows of a "
+                "batch advance by the shortest acceptance among them."
+            )
+            return None
+        device = self.sequences.device
+        slots = torch.arange(length, device=device).expand(self.num_rows, -1)
+        visible = torch.ones_like(slots, dtype=torch.bool) if mask is None else mask.bool().to(device)
+        self.slot_offset = length - self.prompt_length
+        self.next_position = visible.sum(-1) if position_ids is None else position_ids[:, -1].to(device) + 1
+        return RaggedCache(self.cache, slots, visible)
+
+    def _first_context(self, features: torch.Tensor, past_length: int):
+        """The prompt's features and which of them are of real tokens; makes the draft's state."""
+        mask, device = self.model_kwargs.get("attention_mask"), self.draft.device
+        length = features.shape[1]
+        if mask is None or bool(mask.all()):
+            position = torch.full((self.num_rows,), past_length, device=device)
+            self.draft_state = DraftState(position, dense=self.ragged is None)
+            return features, torch.ones(features.shape[:2], dtype=torch.bool, device=device)
+        real = mask.bool().to(device)
+        position, real = real[:, :-length].sum(-1), real[:, -length:]
+        # One row needs no mask: what is padding is left out.
+        self.draft_state = DraftState(position, dense=self.num_rows == 1)
+        return (features[:, real[0]], real[:, real[0]]) if self.num_rows == 1 else (features, real)
+
+    # Rounds
+
+    def propose(self) -> Proposal:
+        """
+        What the draft offers after the anchors: never more than can still be committed, so that no position past the
+        limit is touched.
+        """
+        started = time.perf_counter()
+        budget = self.num_proposals
+        if self.stopping_criteria.max_length is not None:
+            budget = min(budget, self.stopping_criteria.max_length - min(self.sequences.lengths) - 1)
+        if budget <= 0:
+            return Proposal(self.sequences.last().new_empty(len(self.sequences.rows), 0))
+        self.sequences.reserve(budget + 1)
+        hidden = draft_hidden(
+            self.draft, self.parts, self.draft_state, self.features, self.sequences.last(), self.visible
+        )
+        proposal = rollout(
+            self.draft,
+            self.parts,
+            hidden,
+            self.sequences,
+            budget,
+            self.draft_processors,
+            self.do_sample,
+            self.use_head,
+        )
+        if not proposal.finite:
+            logger.warning_once(
+                "The draft's logits are not finite, so its proposals are noise (the output is still the target's). "
+                f"Its dtype is {self.draft.dtype}; try another, or check its weights."
+            )
+        self.seconds["draft"] += time.perf_counter() - started
+        return proposal
+
+    def verify(self, proposal: Proposal):
+        """One target pass over anchors and proposals; commit what stands before the new anchors."""
+        started = time.perf_counter()
+        width = proposal.proposal_ids.shape[1] + 1
+        outputs = self._target_pass(proposal)
+        features = self.capture.take(self.draft.device)
+        logits = self._logits(outputs, width)
+        verified = self._verify(proposal, logits, lockstep=self.ragged is None)
+        self.seconds["verify"] += time.perf_counter() - started
+
+        longest = max(verified.num_new)
+        self.cache.crop(-(width - longest))
+        self.features = features[:, :longest]
+        offsets = torch.arange(longest, device=self.sequences.device)
+        num_new = torch.tensor(verified.num_new, device=self.sequences.device)
+        visible = offsets < num_new[:, None]
+        self.visible = visible.to(self.draft.device)
+        if self.ragged is None:
+            self.record.add_round(outputs, self.cache, logits, verified.scores, longest)
+            self._advance(outputs, longest)
+        else:
+            lengths = torch.tensor(self.sequences.lengths, device=self.sequences.device)
+            self.ragged.append((self.slot_offset + lengths - 1)[:, None] + offsets, visible)
+            self.next_position = self.next_position + num_new
+            first = [length - self.prompt_length for length in self.sequences.lengths]
+            self.record.add_ragged_round(outputs, logits, verified.scores, self.sequences.rows, first, verified.num_new)
+        for row, count in zip(self.sequences.rows, verified.num_new, strict=True):
+            self.acceptance_lengths[row].append(count)
+        self._commit(verified)
+
+    def idle(self):
+        """A target pass of no effect: other processes still need this one's part of the weights."""
+        self._target_pass(Proposal(self.sequences.last().new_empty(len(self.sequences), 0)))
+        self.cache.crop(-1)
+
+    def _target_pass(self, proposal: Proposal):
+        inputs = self._block_inputs(proposal) if self.ragged is None else self._ragged_inputs(proposal)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = proposal.proposal_ids.shape[1] + 1
+        self.capture.clear()
+        return self.target(**inputs, return_dict=True)
+
+    def _block_inputs(self, proposal: Proposal) -> dict[str, Any]:
+        num_new, model_kwargs = proposal.proposal_ids.shape[1], dict(self.model_kwargs)
+        if num_new > 0:
+            model_kwargs = self.target._update_model_kwargs_for_generation(
+                self.outputs, model_kwargs, num_new_tokens=num_new
+            )
+        return self.target.prepare_inputs_for_generation(
+            torch.cat([self.sequences.prefix(), proposal.proposal_ids], dim=-1),
+            next_sequence_length=num_new + 1,
+            is_first_iteration=False,
+            **model_kwargs,
+        )
+
+    def _ragged_inputs(self, proposal: Proposal) -> dict[str, Any]:
+        block = torch.cat([self.sequences.last(), proposal.proposal_ids], dim=-1)
+        position_ids = self.next_position[:, None] + torch.arange(block.shape[1], device=block.device)
+        if self.stopping_criteria.max_length is not None:
+            # A row near the limit is offered more than it can take; no position past the limit may be touched.
+            room = [self.stopping_criteria.max_length - 1 - length for length in self.sequences.lengths]
+            last = self.next_position + torch.tensor(room, device=block.device)
+            position_ids = torch.minimum(position_ids, last[:, None])
+        model_kwargs = {
+            **self.model_kwargs,
+            CACHE_NAME: self.cache,
+            "attention_mask": torch.cat([self.ragged.visible, torch.ones_like(block, dtype=torch.bool)], -1).long(),
+            "position_ids": position_ids,
+        }
+        return self.target.prepare_inputs_for_generation(
+            block, next_sequence_length=block.shape[1], is_first_iteration=False, **model_kwargs
+        )
+
+    def _logits(self, outputs, width: int) -> torch.Tensor:
+        return outputs.logits[:, -width:].to(device=self.sequences.device, dtype=torch.float32, copy=True)
+
+    def _verify(self, proposal: Proposal, logits: torch.Tensor, lockstep: bool) -> Verification:
+        self.sequences.reserve(logits.shape[1])
+        return verify(
+            self.sequences,
+            proposal,
+            logits,
+            self.logits_processor,
+            self.stopping_criteria,
+            self.stopped,
+            self.do_sample,
+            lockstep,
+            self.pad_token_id,
+            keep_scores=self.record.scores is not None,
+            past_scores=None if self.record.scores is None else tuple(self.record.scores),
+        )
+
+    def _advance(self, outputs, num_new: int):
+        """What plain decoding does to its arguments after each token."""
+        self.outputs = outputs
+        self.model_kwargs = self.target._update_model_kwargs_for_generation(
+            outputs, self.model_kwargs, num_new_tokens=num_new
+        )
+
+    def _commit(self, verified: Verification):
+        """Take the new tokens, hand them to the streamer, and let go of rows that have ended."""
+        for entry, count in enumerate(verified.num_new):
+            self.sequences.lengths[entry] += count
+        self.stopped = verified.stopped
+        if self.ragged is not None:
+            self._drop_stopped()
+            self.ragged.tidy()
+        if self.streamer is not None:
+            self._stream()
+
+    def _drop_stopped(self):
+        kept = [entry for entry, stopped in enumerate(self.stopped) if not stopped]
+        if len(kept) == len(self.sequences.rows):
+            return
+        for entry, row in enumerate(self.sequences.rows):
+            if self.stopped[entry]:
+                self.finished[row] = self.sequences.row(entry)
+                if is_returned(self.cache, self.generation_config):
+                    self.finished_cache[row] = self.ragged.take_row(entry)
+        num_running = len(self.sequences)
+        if not kept:
+            return
+        self.stopped = [False] * len(kept)
+        index = torch.tensor(kept, device=self.sequences.device)
+        self.sequences.keep(kept)
+        self.ragged.keep(index)
+        self.next_position = self.next_position[index]
+        self.model_kwargs = {
+            name: value[index.to(value.device)]
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == num_running
+            else value
+            for name, value in self.model_kwargs.items()
+        }
+        index = index.to(self.draft.device)
+        self.draft_state.keep(index)
+        self.features, self.visible = self.features[index], self.visible[index]
+
+    @property
+    def done(self) -> bool:
+        return all(self.stopped)
+
+    # Output
+
+    def _stream(self):
+        """Hand over what is decided for all rows, in order: one row as it comes, a batch token by token."""
+        if self.num_rows == 1:
+            new = self.sequences.prefix()[:, self.prompt_length + self.num_streamed :]
+            self.num_streamed += new.shape[1]
+            self.streamer.put(new.cpu())
+            return
+        decided = self._padded()[:, self.prompt_length :].cpu()
+        ready = decided.shape[1] if self.done else min(self.sequences.lengths) - self.prompt_length
+        for column in range(self.num_streamed, ready):
+            self.streamer.put(decided[:, column])
+        self.num_streamed = ready
+
+    def _padded(self) -> torch.LongTensor:
+        """All rows of the batch, `[N, S + new]`, ended ones padded on the right."""
+        rows = dict(self.finished)
+        rows.update((row, self.sequences.row(entry)) for entry, row in enumerate(self.sequences.rows))
+        padding = 0 if self.pad_token_id is None else int(self.pad_token_id)
+        ordered = [rows[row] for row in range(self.num_rows)]
+        return torch.nn.utils.rnn.pad_sequence(ordered, batch_first=True, padding_value=padding)
+
+    def result(self) -> DominoGenerateOutput | torch.LongTensor:
+        """What `generate` returns."""
+        sequences = self._padded()
+        if self.ragged is not None and self.finished_cache:
+            rows = [self.finished_cache[row] for row in range(self.num_rows)]
+            self.ragged.restore(rows, self.slot_offset + sequences.shape[1] - 1)
+        if not self.generation_config.return_dict_in_generate:
+            return sequences
+        lengths = [torch.tensor(row, dtype=torch.long) for row in self.acceptance_lengths]
+        seconds = dict(self.seconds)
+        seconds["host"] = time.perf_counter() - self.started - sum(seconds.values())
+        return make_output(
+            cache=self.cache,
+            sequences=sequences,
+            acceptance_lengths=torch.nn.utils.rnn.pad_sequence(lengths, batch_first=True),
+            seconds=seconds,
+            **self.record.as_output(),
+        )
 
 
 @torch.no_grad()
@@ -578,118 +1383,55 @@ def domino_decoding(
     generation_config: GenerationConfig,
     streamer: BaseStreamer | None = None,
     use_head: bool = True,
+    synced_gpus: bool = False,
     **model_kwargs,
 ) -> DominoGenerateOutput | torch.LongTensor:
     """
-    Greedy decoding of one sequence, token for token what the target alone would give.
+    Greedy decoding or sampling of a batch: what the target alone would give, token for token or in distribution.
 
     Args:
         draft (`DominoDraftModel`): proposes.
         target (`PreTrainedModel`): decides.
-        input_ids (`torch.LongTensor` of shape `[1, S]`): the prompt.
+        input_ids (`torch.LongTensor` of shape `[N, S]`): the prompts, padded on the left.
         logits_processor, stopping_criteria, generation_config, streamer, model_kwargs: as prepared by `generate`.
             `generation_config.num_assistant_tokens` bounds the proposals of a round (default `block_size - 1`).
         use_head (`bool`): `False` proposes from the base logits alone (DFlash), for comparison.
+        synced_gpus (`bool`): go on with passes of no effect until all processes have ended, as sharded targets need.
 
     Returns:
-        Token ids `[1, S + new]`, or [`DominoGenerateOutput`] with `return_dict_in_generate=True`.
+        Token ids `[N, S + new]`, or [`DominoGenerateOutput`] with `return_dict_in_generate=True`.
 
     Raises:
         ValueError: before any compute, when an option, the cache or the pair of models is not supported.
     """
-    check_supported(generation_config, input_ids.shape[0])
+    check_supported(generation_config)
     parts = TargetParts(target)
     draft.check_target(target)
-    cache = model_kwargs.get(CACHE_NAME)
-    # Recurrent layers know only after their first pass whether they can be cropped; all are asked again below.
-    past_length = 0 if cache is not None and any(cache.is_linear) else _check_cache(cache, target).get_seq_length()
-
-    draft_processors = LogitsProcessorList(p for p in logits_processor if type(p) in _PURE_PROCESSORS)
-    num_proposals = proposals_per_round(draft.config, generation_config)
-    record = _Record(generation_config)
-    acceptance_lengths: list[int] = []
-
     with parts.capture(draft.config.target_layer_ids) as capture:
-        outputs = target._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
-        features, position = _first_context(target, capture.take(draft.device), model_kwargs, past_length)
-        cache = _check_cache(outputs.get(CACHE_NAME), target)
-        state = DraftState(position)
-
-        no_proposal = input_ids.new_empty(1, 0)
-        logits = outputs.logits[:, -1:].to(device=input_ids.device, dtype=torch.float32, copy=True)
-        verified = verify_greedy(input_ids, no_proposal, logits, logits_processor, stopping_criteria, record.scores)
-        record.add(outputs, cache, logits, verified.scores, 1, is_prefill=True)
-        input_ids = verified.input_ids
-        model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=1)
-        if streamer is not None:
-            streamer.put(input_ids[:, -1:].cpu())
-
+        decoding = _Decoding(
+            draft,
+            target,
+            parts,
+            capture,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            streamer,
+            use_head,
+            model_kwargs,
+        )
+        decoding.prefill()
         # Only now: recording through the prefill would keep what sliding layers drop.
-        with recording_past(cache), target._optimize_model_for_decode():
-            while not verified.stopped:
-                # Propose: never more than can still be committed, so that no position past the limit is touched.
-                anchor = input_ids[:, -1:]
-                budget = num_proposals
-                if stopping_criteria.max_length is not None:
-                    budget = min(budget, stopping_criteria.max_length - input_ids.shape[1] - 1)
-                proposal_ids = no_proposal
-                if budget > 0:
-                    hidden = draft_hidden(draft, parts, state, features, anchor)
-                    proposal = greedy_rollout(
-                        draft, parts, hidden, anchor, budget, input_ids, draft_processors, use_head
-                    )
-                    proposal_ids = proposal.proposal_ids
-                    if not proposal.finite:
-                        logger.warning_once(
-                            "The draft's logits are not finite, so its proposals are noise (the output is still the "
-                            f"target's). Its dtype is {draft.dtype}; try another, or check its weights."
-                        )
-
-                # Verify: one target pass over anchor and proposals.
-                candidate_ids = torch.cat([input_ids, proposal_ids], dim=-1)
-                width = proposal_ids.shape[1] + 1
-                candidate_kwargs = dict(model_kwargs)
-                if width > 1:
-                    candidate_kwargs = target._update_model_kwargs_for_generation(
-                        outputs, candidate_kwargs, num_new_tokens=width - 1
-                    )
-                inputs = target.prepare_inputs_for_generation(
-                    candidate_ids, next_sequence_length=width, is_first_iteration=False, **candidate_kwargs
-                )
-                if "logits_to_keep" in inputs:
-                    inputs["logits_to_keep"] = width
-                capture.clear()
-                outputs = target(**inputs, return_dict=True)
-                features = capture.take(draft.device)
-                logits = outputs.logits[:, -width:].to(device=input_ids.device, dtype=torch.float32, copy=True)
-                verified = verify_greedy(
-                    input_ids, proposal_ids, logits, logits_processor, stopping_criteria, record.scores
-                )
-
-                # Commit: of the pass stays what stands before the new anchor, in the cache and as context.
-                kept = verified.num_new
-                outputs[CACHE_NAME].crop(-(width - kept))
-                features = features[:, :kept]
-                record.add(outputs, cache, logits, verified.scores, kept, is_prefill=False)
-                input_ids = verified.input_ids
-                model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=kept)
-                acceptance_lengths.append(kept)
-                if streamer is not None:
-                    streamer.put(input_ids[:, -kept:].cpu())
-
+        with recording_past(decoding.cache), target._optimize_model_for_decode():
+            while target._has_unfinished_sequences(decoding.done, synced_gpus, device=input_ids.device):
+                if decoding.done:
+                    decoding.idle()
+                else:
+                    decoding.verify(decoding.propose())
     if streamer is not None:
         streamer.end()
-    if not generation_config.return_dict_in_generate:
-        return input_ids
-    return make_output(
-        cache=outputs[CACHE_NAME],
-        sequences=input_ids,
-        scores=record.scores,
-        logits=record.logits,
-        attentions=record.attentions,
-        hidden_states=record.hidden_states,
-        acceptance_lengths=torch.tensor(acceptance_lengths, dtype=torch.long),
-    )
+    return decoding.result()
 
 
 # Copyright 2026 The domino_spec authors.
@@ -844,13 +1586,16 @@ class DominoDecodingMixin:
         Raises:
             ValueError: before any compute, when an option or the pair of models is not supported.
         """
-        if synced_gpus:
-            raise ValueError(
-                "Generation with a Domino draft does not support synced_gpus=True (ZeRO-3 or FSDP sharded targets): "
-                "pass synced_gpus=False, or drop the draft."
-            )
         return domino_decoding(
-            self, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer, **model_kwargs
+            self,
+            target,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            streamer,
+            synced_gpus=synced_gpus,
+            **model_kwargs,
         )
 
     def decode(
@@ -869,7 +1614,7 @@ class DominoDecodingMixin:
             target.generate(**inputs, custom_generate=draft.decode)
             target.generate(**inputs, custom_generate=draft.decode, use_head=False)  # the DFlash ablation
 
-        transformers gives such a callable no `streamer`: use `assistant_model=draft` to stream.
+        transformers gives such a callable no `streamer` and no `synced_gpus`: use `assistant_model=draft` for those.
 
         Args:
             use_head (`bool`): `False` proposes from the base logits alone.
@@ -877,7 +1622,6 @@ class DominoDecodingMixin:
         Raises:
             ValueError: before any compute, when an option or the pair of models is not supported.
         """
-        model_kwargs.pop("synced_gpus", None)
         return domino_decoding(
             self,
             target,
@@ -901,10 +1645,10 @@ class DominoDecodingMixin:
         `target.generate` under the name and arguments of the authors' script.
 
         Args:
-            input_ids (`torch.LongTensor` of shape `[1, S]`): the prompt.
+            input_ids (`torch.LongTensor` of shape `[N, S]`): the prompts.
             target (`PreTrainedModel`): the model to speed up.
             stop_token_ids (`list[int]`, *optional*): ids that end the answer; default: the target's own.
-            temperature (`float`): 0 is greedy, the one mode that is supported.
+            temperature (`float`): 0 is greedy, more samples.
             kwargs: any argument of `generate`.
         """
         if stop_token_ids is not None:
@@ -917,7 +1661,7 @@ class DominoDecodingMixin:
 
     def validate_assisted_decoding(self, target: PreTrainedModel, generation_config: GenerationConfig):
         """What `generate` asks before it prepares anything: does this draft fit this target and these options?"""
-        check_supported(generation_config, batch_size=1)
+        check_supported(generation_config)
         self.check_target(target)
 
     def check_target(self, target: PreTrainedModel):

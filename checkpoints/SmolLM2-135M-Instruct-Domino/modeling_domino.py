@@ -129,25 +129,23 @@ class DominoLayer(nn.Module):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-def block_mask(
-    rule: str, window: int | None, block_size: int, kv_length: int, device: torch.device
+def window_mask(
+    rule: str, window: int | None, query_positions: torch.LongTensor, key_positions: torch.LongTensor
 ) -> torch.Tensor | None:
     """
-    Which keys a block sees in one drafting pass, when context positions are contiguous.
+    Which keys lie inside the window of which queries.
 
     Args:
         rule (`str`): `"none"` (also full attention), `"causal"` or `"symmetric"`, see `DominoConfig`.
         window (`int`, *optional*): width of the sliding window in tokens; unused with `"none"`.
-        block_size (`int`): block positions of the pass (B); they are the last B keys.
-        kv_length (`int`): keys in all (P + L + B).
+        query_positions (`torch.LongTensor` of shape `[..., Q]`), key_positions (`[..., K]`): absolute positions.
 
     Returns:
-        Bool tensor `[B, kv_length]`, `True` where a query may look, or `None` when it may look everywhere.
+        Bool tensor `[..., Q, K]`, `True` where a query may look, or `None` when it may look everywhere.
     """
     if rule == "none":
         return None
-    query = torch.arange(kv_length - block_size, kv_length, device=device)[:, None]
-    distance = query - torch.arange(kv_length, device=device)[None]
+    distance = query_positions[..., :, None] - key_positions[..., None, :]
     if rule == "causal":
         return (distance >= 0) & (distance < window)
     return distance.abs() < window
@@ -254,7 +252,9 @@ class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
         if position_ids is None:
             position_ids = torch.arange(past, kv_length, device=hidden_states.device)[None]
         if not isinstance(attention_mask, dict):
-            attention_mask = self._layer_masks(attention_mask, hidden_states.shape[1], kv_length, hidden_states.device)
+            keys = torch.arange(kv_length, device=hidden_states.device)[None]
+            visible = None if attention_mask is None else attention_mask.bool()
+            attention_mask = self.layer_masks(keys[:, -hidden_states.shape[1] :], keys, visible)
         masks = {name: self._backend_mask(mask, hidden_states.dtype) for name, mask in attention_mask.items()}
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
 
@@ -270,15 +270,31 @@ class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
                 "it belongs to another target."
             )
 
-    def _layer_masks(self, padding, block_size, kv_length, device) -> dict[str, torch.Tensor | None]:
+    def layer_masks(
+        self,
+        query_positions: torch.LongTensor,
+        key_positions: torch.LongTensor,
+        visible: torch.BoolTensor | None = None,
+    ) -> dict[str, torch.Tensor | None]:
+        """
+        The masks of one drafting pass, as `forward` takes them.
+
+        Args:
+            query_positions (`torch.LongTensor` of shape `[N or 1, B]`): positions of the block.
+            key_positions (`torch.LongTensor` of shape `[N or 1, P + L + B]`): positions of all keys, the block last.
+            visible (`torch.BoolTensor` of shape `[N, P + L + B]`, *optional*): `False` hides a key from its row.
+
+        Returns:
+            For each layer type a bool mask `[N or 1, 1, B, P + L + B]`, or `None` where everything may be seen.
+        """
         masks = {}
         for layer_type in set(self.config.layer_types):
             rule = str(self.config.sliding_window_rule) if layer_type == "sliding_attention" else "none"
-            mask = block_mask(rule, self.config.sliding_window, block_size, kv_length, device)
-            mask = None if mask is None else mask[None, None]
-            if padding is not None:
-                seen = padding[:, None, None, :].bool()
-                mask = seen.expand(-1, 1, block_size, -1) if mask is None else mask & seen
+            mask = window_mask(rule, self.config.sliding_window, query_positions, key_positions)
+            mask = None if mask is None else mask[:, None]
+            if visible is not None:
+                seen = visible[:, None, None, :]
+                mask = seen.expand(-1, 1, query_positions.shape[-1], -1) if mask is None else mask & seen
             masks[layer_type] = mask
         return masks
 

@@ -1,0 +1,35 @@
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How is a token drawn? From one distribution, or from the target's by way of the draft's."""
+
+import torch
+
+
+def draw(probabilities: torch.Tensor) -> torch.LongTensor:
+    """One token `[g]` from each of `probabilities` `[g, V]`, which need not add up to 1."""
+    return torch.multinomial(probabilities, 1)[:, 0]
+
+
+def accept_or_draw(
+    scores: torch.Tensor, proposal_ids: torch.LongTensor, draft_probabilities: torch.Tensor
+) -> tuple[torch.LongTensor, torch.BoolTensor]:
+    """
+    One step of rejection sampling.
+
+    Args:
+        scores (`torch.FloatTensor` of shape `[g, V]`): processed scores of the target.
+        proposal_ids (`torch.LongTensor` of shape `[g]`): drawn from `draft_probabilities`.
+        draft_probabilities (`torch.FloatTensor` of shape `[g, V]`): q.
+
+    Returns:
+        The tokens `[g]`, and which of them are the proposals `[g]`.
+    """
+    p = scores.softmax(-1)
+    q = draft_probabilities.to(p)
+    index = proposal_ids[:, None]
+    p_proposal, q_proposal = p.gather(-1, index)[:, 0], q.gather(-1, index)[:, 0]
+    accepted = torch.rand_like(p_proposal) * q_proposal < p_proposal
+    residual = (p - q).clamp(min=0)
+    # Where p and q are equal but for rounding, nothing is left over, and p itself is the limit.
+    residual = torch.where(residual.sum(-1, keepdim=True) > 1e-9, residual, p)
+    return torch.where(accepted, proposal_ids, draw(residual)), accepted
