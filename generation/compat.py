@@ -60,9 +60,10 @@ def is_returned(cache: Cache, generation_config: GenerationConfig) -> bool:
     return bool(generation_config.return_dict_in_generate) or getattr(cache, "_is_user_defined", False)
 
 
-def default_num_assistant_tokens() -> int | None:
-    """The `num_assistant_tokens` that `generate` fills in when neither call nor config names one."""
-    return GenerationConfig._get_default_generation_params().get("num_assistant_tokens")
+def asked_for(generation_config: GenerationConfig, name: str) -> Any:
+    """The option `name`, or `None` where it stands at the default that `generate` fills in for whom names nothing."""
+    value = getattr(generation_config, name)
+    return None if value == GenerationConfig._get_default_generation_params().get(name) else value
 
 
 def make_output(cache: Cache, **values: Any) -> DominoGenerateOutput:

@@ -20,7 +20,7 @@ from .cache import CachedRow, RaggedCache, can_have_holes
 from .compat import (
     CACHE_NAME,
     DominoGenerateOutput,
-    default_num_assistant_tokens,
+    asked_for,
     is_returned,
     layer_names,
     make_output,
@@ -29,8 +29,9 @@ from .compat import (
 from .context import ContextCapture, TargetParts
 from .processors import are_row_wise, draft_processors
 from .record import Record
-from .rollout import DraftState, Proposal, draft_hidden, rollout
-from .sequences import Sequences
+from .rollout import DraftState, draft_hidden, rollout
+from .schedule import Schedule
+from .sequences import Proposal, Sequences
 from .verification import Verification, verify
 
 logger = logging.get_logger(__name__)
@@ -70,8 +71,8 @@ def proposals_per_round(config: Any, generation_config: GenerationConfig) -> int
     asking for `block_size` of them. `generate` fills the option in where a user left it out, so its default counts as
     left out.
     """
-    asked = generation_config.num_assistant_tokens
-    if asked is None or asked == default_num_assistant_tokens():
+    asked = asked_for(generation_config, "num_assistant_tokens")
+    if asked is None:
         return config.block_size - 1
     return max(0, min(asked, config.block_size - (0 if config.shift_label else 1)))
 
@@ -123,7 +124,6 @@ class _Decoding:
         self.generation_config, self.use_head = generation_config, use_head
         self.logits_processor, self.stopping_criteria, self.streamer = logits_processor, stopping_criteria, streamer
         self.draft_processors = draft_processors(logits_processor)
-        self.num_proposals = proposals_per_round(draft.config, generation_config)
         self.do_sample = bool(generation_config.do_sample)
         # As in plain decoding: without an end of sequence, rows that a criterion has stopped go on until all are.
         self.pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
@@ -158,7 +158,14 @@ class _Decoding:
         features = self.capture.take(self.draft.device)
         logits = self._logits(outputs, 1)
         self.ragged = self._ragged_cache(past_length + features.shape[1])
-        self.features, self.visible = self._first_context(features, past_length)
+        # Context that the draft has not seen yet: features, and which of them are of tokens.
+        self.context = [self._first_context(features, past_length)]
+        self.schedule = Schedule(
+            self.generation_config,
+            proposals_per_round(self.draft.config, self.generation_config),
+            self.target,
+            lockstep=self.ragged is None,
+        )
 
         verified = self._verify(Proposal(input_ids.new_empty(self.num_rows, 0)), logits, lockstep=True)
         self.record.add_prefill(outputs, logits, verified.scores)
@@ -215,16 +222,16 @@ class _Decoding:
         What the draft offers after the anchors: never more than can still be committed, so that no position past the
         limit is touched.
         """
-        started = time.perf_counter()
-        budget = self.num_proposals
+        budget = self.schedule.budget(len(self.sequences))
         if self.stopping_criteria.max_length is not None:
             budget = min(budget, self.stopping_criteria.max_length - min(self.sequences.lengths) - 1)
         if budget <= 0:
-            return Proposal(self.sequences.last().new_empty(len(self.sequences.rows), 0))
+            return Proposal(self.sequences.last().new_empty(len(self.sequences), 0))
+        started = time.perf_counter()
         self.sequences.reserve(budget + 1)
-        hidden = draft_hidden(
-            self.draft, self.parts, self.draft_state, self.features, self.sequences.last(), self.visible
-        )
+        features, visible = (torch.cat(parts, dim=1) for parts in zip(*self.context, strict=True))
+        self.context = []
+        hidden = draft_hidden(self.draft, self.parts, self.draft_state, features, self.sequences.last(), visible)
         proposal = rollout(
             self.draft,
             self.parts,
@@ -234,13 +241,14 @@ class _Decoding:
             self.draft_processors,
             self.do_sample,
             self.use_head,
+            self.schedule,
         )
         if not proposal.finite:
             logger.warning_once(
                 "The draft's logits are not finite, so its proposals are noise (the output is still the target's). "
                 f"Its dtype is {self.draft.dtype}; try another, or check its weights."
             )
-        self.seconds["draft"] += time.perf_counter() - started
+        proposal.seconds = time.perf_counter() - started
         return proposal
 
     def verify(self, proposal: Proposal):
@@ -251,15 +259,17 @@ class _Decoding:
         features = self.capture.take(self.draft.device)
         logits = self._logits(outputs, width)
         verified = self._verify(proposal, logits, lockstep=self.ragged is None)
-        self.seconds["verify"] += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self.schedule.learn(verified, width - 1, proposal.seconds, seconds)
+        self.seconds["draft"] += proposal.seconds
+        self.seconds["verify"] += seconds
 
         longest = max(verified.num_new)
         self.cache.crop(-(width - longest))
-        self.features = features[:, :longest]
         offsets = torch.arange(longest, device=self.sequences.device)
         num_new = torch.tensor(verified.num_new, device=self.sequences.device)
         visible = offsets < num_new[:, None]
-        self.visible = visible.to(self.draft.device)
+        self.context.append((features[:, :longest], visible.to(self.draft.device)))
         if self.ragged is None:
             self.record.add_round(outputs, self.cache, logits, verified.scores, longest)
             self._advance(outputs, longest)
@@ -378,7 +388,7 @@ class _Decoding:
         }
         index = index.to(self.draft.device)
         self.draft_state.keep(index)
-        self.features, self.visible = self.features[index], self.visible[index]
+        self.context = [(features[index], visible[index]) for features, visible in self.context]
 
     @property
     def done(self) -> bool:

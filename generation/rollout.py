@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How does a draft propose? One backbone pass for the block, then the head's rollout, token by token."""
 
-from dataclasses import dataclass
-
 import torch
 from transformers import LogitsProcessorList
 from transformers.cache_utils import DynamicCache
@@ -11,24 +9,8 @@ from transformers.cache_utils import DynamicCache
 from .cache import RaggedCache
 from .context import TargetParts
 from .sampling import draw
-from .sequences import Sequences
-
-
-@dataclass
-class Proposal:
-    """
-    Tokens offered after the anchors.
-
-    Attributes:
-        proposal_ids (`torch.LongTensor` of shape `[n, K]`): on the target's device.
-        probabilities (`torch.FloatTensor` of shape `[n, K, V]`, *optional*): when sampling, the distribution that
-            each was drawn from.
-        finite (`torch.BoolTensor` of shape `[]`, *optional*): whether the logits they come from are finite numbers.
-    """
-
-    proposal_ids: torch.LongTensor
-    probabilities: torch.Tensor | None = None
-    finite: torch.Tensor | None = None
+from .schedule import Schedule
+from .sequences import Proposal, Sequences
 
 
 class DraftState:
@@ -119,6 +101,7 @@ def rollout(
     logits_processor: LogitsProcessorList,
     do_sample: bool,
     use_head: bool,
+    schedule: Schedule,
 ) -> Proposal:
     """
     Choose proposals one after another: base logits, plus the head's correction given the tokens before.
@@ -131,6 +114,7 @@ def rollout(
         logits_processor: applied to the final logits, so that proposals obey what the target's choice will obey.
         do_sample (`bool`): draw each proposal from its processed distribution, rather than take the likeliest.
         use_head (`bool`): `False` takes the base logits alone (DFlash).
+        schedule (`Schedule`): may end the rollout before K proposals are made.
     """
     config = draft.config
     anchor = sequences.last()
@@ -140,7 +124,7 @@ def rollout(
     use_head = use_head and config.has_head
     finite = torch.isfinite(base_logits.amax())
 
-    if not use_head and not logits_processor and not do_sample:
+    if not use_head and not logits_processor and not do_sample and not schedule.watches:
         return Proposal(base_logits.argmax(-1).to(anchor.device), finite=finite)
 
     rows = list(range(len(sequences)))
@@ -170,4 +154,6 @@ def rollout(
             token = logits.argmax(-1).to(anchor.device)
         sequences.put(token, k)
         proposal_ids.append(token)
+        if schedule.watches and k + 1 < num_proposals and not schedule.goes_on(logits, token):
+            break
     return Proposal(torch.stack(proposal_ids, dim=-1), torch.stack(probabilities, dim=1) if do_sample else None, finite)

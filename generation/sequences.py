@@ -3,6 +3,7 @@
 """What is decided so far? The token ids of a batch whose rows may differ in length."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -12,6 +13,25 @@ from .processors import process_rows
 
 # Rows of a batch, to index a tensor's first dimension with.
 Rows: TypeAlias = torch.LongTensor | slice
+
+
+@dataclass
+class Proposal:
+    """
+    Tokens offered after the anchors.
+
+    Attributes:
+        proposal_ids (`torch.LongTensor` of shape `[n, K]`): on the target's device.
+        probabilities (`torch.FloatTensor` of shape `[n, K, V]`, *optional*): when sampling, the distribution that
+            each was drawn from.
+        finite (`torch.BoolTensor` of shape `[]`, *optional*): whether the logits they come from are finite numbers.
+        seconds (`float`): wall-clock time of making them.
+    """
+
+    proposal_ids: torch.LongTensor
+    probabilities: torch.Tensor | None = None
+    finite: torch.Tensor | None = None
+    seconds: float = 0.0
 
 
 class Sequences:

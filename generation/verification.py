@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from .rollout import Proposal
 from .sampling import accept_or_draw, draw
-from .sequences import Rows, Sequences
+from .sequences import Proposal, Rows, Sequences
 
 
 @dataclass
@@ -21,12 +20,14 @@ class Verification:
         num_new (`list[int]`): new tokens of each row: accepted proposals and the bonus token, or fewer where a stop
             or, in lockstep, another row cut them; 0 for a row that had stopped before.
         stopped (`list[bool]`): which rows end here, or have ended before.
+        rejected (`list[bool]`): in which rows the last new token stands in place of a proposal.
         scores (`list[torch.Tensor]`): with `keep_scores`, the processed float32 scores of each offset `[n, V]`; only
             the entries of committed tokens mean anything.
     """
 
     num_new: list[int]
     stopped: list[bool]
+    rejected: list[bool]
     scores: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -71,7 +72,7 @@ def verify(
     num_rows, num_proposals = proposal.proposal_ids.shape
     rows = list(range(num_rows))
     stopped = list(stopped)
-    num_new = [0] * num_rows
+    num_new, rejected = [0] * num_rows, [False] * num_rows
     live = [row for row in rows if lockstep or not stopped[row]]
 
     # Without processors all choices are known at once, for one synchronisation a round.
@@ -117,7 +118,7 @@ def verify(
             for row, stop in zip(members, stopping_criteria(prefix, seen).tolist(), strict=True):
                 stopped[row] = stopped[row] or stop
         for row in live:
-            num_new[row] = k + 1
+            num_new[row], rejected[row] = k + 1, k < num_proposals and not accepted[row]
         if lockstep:
             # Ended rows write padding and hold no one up, unless they have none to write.
             holding = [row for row in rows if not accepted[row] and (pad_token_id is None or not stopped[row])]
@@ -127,4 +128,4 @@ def verify(
             live = [row for row in live if accepted[row] and not stopped[row]]
             if not live:
                 break
-    return Verification(num_new, stopped, new_scores)
+    return Verification(num_new, stopped, rejected, new_scores)

@@ -33,7 +33,7 @@ class BatchCase:
     spoil: list[float]
     prompt_lengths: list[int]
     new_tokens: int
-    proposals: int | None
+    drafting: dict[str, Any]
     options: tuple[str, ...]
     details: bool
     seed: int
@@ -71,7 +71,15 @@ def draw_batch_case(seed: int) -> BatchCase:
         spoil=[rng.choice([0.0, 0.1, 0.3, 0.6]) for _ in range(rows)],
         prompt_lengths=lengths,
         new_tokens=rng.choice([1, 2, block, 2 * block + 3, 30, 30, 45]),
-        proposals=rng.choice([1, block - 1, block, 50]) if rng.random() < 0.2 else None,
+        drafting=rng.choice(
+            [
+                {},
+                {},
+                {"num_assistant_tokens": rng.choice([1, block - 1, block, 50])},
+                {"assistant_confidence_threshold": rng.choice([0.05, 0.3, 0.8])},
+                {"num_assistant_tokens_schedule": "heuristic"},
+            ]
+        ),
         options=(rng.choice(list(OPTIONS)),) if rng.random() < 0.8 else rng.choice(COMBINATIONS),
         details=rng.random() < 0.5,
         seed=rng.randrange(10**6),
@@ -110,7 +118,7 @@ def check_batch_case(seed: int):
         draft = GoodBatchDraft.following(draft, target, texts, spoiled)
 
     calls: list = []
-    extra = {} if case.proposals is None else {"num_assistant_tokens": case.proposals}
+    extra: dict[str, Any] = dict(case.drafting)
     if case.details:
         extra |= {**wanted, "output_hidden_states": True}
     output = target.generate(**inputs, **arguments(calls), **extra, assistant_model=draft)

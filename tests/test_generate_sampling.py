@@ -14,9 +14,8 @@ import torch
 from helpers import make_draft, make_target, random_tokens
 from transformers import LogitsProcessor, LogitsProcessorList, WatermarkingConfig
 
-from domino_spec.generation.rollout import Proposal
 from domino_spec.generation.sampling import accept_or_draw
-from domino_spec.generation.sequences import Sequences
+from domino_spec.generation.sequences import Proposal, Sequences
 from domino_spec.generation.verification import verify
 
 VOCAB = 7

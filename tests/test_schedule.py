@@ -1,0 +1,159 @@
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How many proposals a round offers: what was asked for, or what pays. Time is simulated, so that tests know it."""
+
+import gc
+
+import pytest
+import torch
+from batching import GoodBatchDraft
+from helpers import make_draft, make_target, random_tokens
+from transformers import GenerationConfig
+
+from domino_spec.generation.schedule import Schedule, TargetCosts
+from domino_spec.generation.verification import Verification
+
+PROMPT, NEW_TOKENS, PROPOSALS = 9, 120, 5
+
+
+class Clock:
+    """Stands in for `time.perf_counter`: passes move it."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("time.perf_counter", clock)
+    return clock
+
+
+def timed_pair(clock, fixed, per_token, draft_seconds, spoiled):
+    """A target whose pass over n tokens takes `fixed + per_token * n` seconds, its draft, and what they saw."""
+    target = make_target(attn_implementation="sdpa")
+    prompt = random_tokens(1, PROMPT, seed=3)
+    plain = target.generate(prompt, max_new_tokens=NEW_TOKENS)
+    draft = GoodBatchDraft.following(make_draft(target), target, plain.tolist(), [spoiled])
+    widths, drafted = [], []
+
+    def target_pass(module, args, kwargs):
+        widths.append(kwargs["input_ids"].shape[1])
+        clock.now += fixed + per_token * widths[-1]
+
+    def draft_pass(module, args, kwargs):
+        drafted.append(len(widths))
+        clock.now += draft_seconds
+
+    target.register_forward_pre_hook(target_pass, with_kwargs=True)
+    draft.register_forward_pre_hook(draft_pass, with_kwargs=True)
+
+    def generate(**options):
+        widths.clear()
+        drafted.clear()
+        output = target.generate(prompt, max_new_tokens=NEW_TOKENS, assistant_model=draft, **options)
+        assert output.tolist() == plain.tolist()
+        return widths[1:], list(drafted)
+
+    return generate
+
+
+def test_costs_are_a_line_through_what_was_measured():
+    costs = TargetCosts()
+    assert costs.per_token() is None
+    for _ in range(3):
+        costs.add(1, 0.011)
+        costs.add(5, 0.015)
+    assert costs.per_token() == pytest.approx(0.001)
+    for _ in range(200):
+        costs.add(5, 0.031)
+    assert costs.per_token() == pytest.approx(0.005, rel=0.01)
+
+
+def test_a_wider_pass_that_is_quicker_by_chance_costs_nothing_rather_than_less():
+    costs = TargetCosts()
+    for _ in range(3):
+        costs.add(1, 0.012)
+        costs.add(5, 0.010)
+    assert costs.per_token() == 0
+
+
+def test_by_default_every_round_offers_the_whole_block(clock):
+    widths, drafted = timed_pair(clock, 1.0, 1.0, 5.0, set(range(500)))()
+    assert set(widths[:-PROPOSALS]) == {PROPOSALS + 1}
+    assert len(drafted) == len(widths) - 1
+
+
+def test_where_the_draft_is_always_wrong_it_is_left_out(clock):
+    generate = timed_pair(clock, 1.0, 0.05, 0.3, set(range(500)))
+    generate(num_assistant_tokens_schedule="heuristic")
+    widths, drafted = generate(num_assistant_tokens_schedule="heuristic")
+    # Of 119 rounds: the first few, and one in 32 to see whether it would pay by now.
+    assert len(widths) == NEW_TOKENS - 1
+    assert len(drafted) <= 8 + NEW_TOKENS // 32 + 1
+    assert widths.count(1) > 100
+
+
+def test_where_the_draft_is_always_right_and_width_is_cheap_whole_blocks_are_offered(clock):
+    generate = timed_pair(clock, 1.0, 0.001, 0.1, set())
+    generate(num_assistant_tokens_schedule="heuristic")
+    widths, drafted = generate(num_assistant_tokens_schedule="heuristic")
+    assert set(widths[:-1]) == {PROPOSALS + 1}
+    assert len(drafted) == len(widths)
+
+
+def test_where_width_costs_as_much_as_a_pass_rollouts_end_early(clock):
+    # Every third proposal is wrong, and each token of a pass costs as much as a pass.
+    generate = timed_pair(clock, 0.001, 1.0, 0.01, set(range(0, 500, 3)))
+    generate(num_assistant_tokens_schedule="heuristic")
+    widths, _ = generate(num_assistant_tokens_schedule="heuristic")
+    fixed, _ = generate()
+    assert sum(widths) < 0.8 * sum(fixed)
+
+
+def test_a_threshold_ends_a_rollout_after_a_proposal_that_is_not_believed(clock):
+    generate = timed_pair(clock, 1.0, 1.0, 1.0, set())
+    sure, _ = generate(assistant_confidence_threshold=1e-6)
+    unsure, _ = generate(assistant_confidence_threshold=1.0)
+    assert set(sure[:-1]) == {PROPOSALS + 1}
+    assert set(unsure[:-1]) == {2}, "one proposal, then the threshold"
+
+
+def test_confidences_are_corrected_by_how_often_they_came_true():
+    config = GenerationConfig(num_assistant_tokens_schedule="heuristic")
+    schedule = Schedule(config, PROPOSALS, make_target(), lockstep=True)
+    before = schedule._chance(0.95)
+    for _ in range(30):
+        schedule.budget(1)
+        schedule.confidences = [[0.95], [0.95]]
+        schedule.learn(Verification([1], [False], [True]), 2, 0.1, 0.1)
+    assert before == pytest.approx(0.95)
+    assert schedule._chance(0.95) < 0.2
+    assert schedule._chance(0.15) == pytest.approx(0.15), "nothing was learnt about the unsure ones"
+
+
+def test_calls_share_what_they_measured_of_a_target_and_forget_it_with_the_target():
+    target = make_target()
+    costs = TargetCosts.of(target)
+    assert TargetCosts.of(target) is costs and TargetCosts.of(make_target()) is not costs
+    gc.collect()
+    known = len(TargetCosts._known)
+    del target
+    gc.collect()
+    assert len(TargetCosts._known) == known - 1
+
+
+def test_rows_of_a_batch_are_weighed_together(clock):
+    target = make_target(attn_implementation="sdpa")
+    prompts = random_tokens(3, PROMPT, seed=4)
+    plain = target.generate(prompts, max_new_tokens=60)
+    draft = GoodBatchDraft.following(make_draft(target), target, plain.tolist(), [set(), {20}, set(range(300))])
+    options = {"num_assistant_tokens_schedule": "heuristic", "max_new_tokens": 60, "assistant_model": draft}
+    for _ in range(2):
+        assert target.generate(prompts, **options).tolist() == plain.tolist()
+    torch.manual_seed(0)
+    assert target.generate(prompts, do_sample=True, **options).shape == (3, PROMPT + 60)
