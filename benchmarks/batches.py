@@ -1,0 +1,141 @@
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What do batches and the adaptive draft length bring? Tokens per second beside plain batched `generate`.
+
+    python benchmarks/batches.py --prompts gsm8k.jsonl mbpp.jsonl [--batch-sizes 1 2 4 8] [--output results.json]
+
+For each batch size, three runs take turns on the same prompts: plain, the draft with whole blocks, and the draft with
+`num_assistant_tokens_schedule="heuristic"`. They are made twice: with the draft as it is, and with one that reads no
+context and so is nearly always wrong, the worst a user may meet. Tokens count up to each row's end.
+"""
+
+import argparse
+import copy
+import json
+import shlex
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from domino_spec.evaluation.benchmark import describe_machine, describe_versions, load_pair, read_prompts
+from domino_spec.evaluation.report import format_table
+
+RUNS = {"plain": None, "whole blocks": {}, "heuristic": {"num_assistant_tokens_schedule": "heuristic"}}
+
+
+def spoil(draft):
+    """A copy of `draft` that sees no context."""
+    poor = copy.deepcopy(draft)
+    torch.nn.init.zeros_(poor.fc.weight)
+    return poor
+
+
+def encode_batch(tokenizer, texts: list[str]) -> dict[str, torch.Tensor]:
+    """Chat prompts `[N, S]`, padded on the left, with their mask."""
+    tokenizer.padding_side = "left"
+    conversations = [[{"role": "user", "content": text}] for text in texts]
+    return dict(
+        tokenizer.apply_chat_template(
+            conversations,
+            add_generation_prompt=True,
+            padding=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+    )
+
+
+def timed_call(target, draft, inputs, options, max_new_tokens) -> tuple[float, list[list[int]], list[float]]:
+    """Seconds, new tokens of each row up to its end, and tokens committed per round and row."""
+    extra = {} if options is None else {"assistant_model": draft, **options}
+    start = time.perf_counter()
+    output = target.generate(
+        **inputs, **extra, max_new_tokens=max_new_tokens, do_sample=False, return_dict_in_generate=True
+    )
+    seconds = time.perf_counter() - start
+    ends = target.generation_config.eos_token_id
+    ends = {ends} if isinstance(ends, int) else set(ends)
+    rows = []
+    for row in output.sequences[:, inputs["input_ids"].shape[1] :].tolist():
+        end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
+        rows.append(row[:end])
+    lengths = output.acceptance_lengths.flatten().tolist() if options is not None else []
+    return seconds, rows, [length for length in lengths if length]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="default")
+    parser.add_argument("--draft", default="default")
+    parser.add_argument("--prompts", nargs="+", required=True, type=Path)
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--num-prompts", type=int, default=4, help="of each file")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+
+    target, tokenizer, draft = load_pair(args.target, args.draft, torch.float32)
+    # One of each file in turn, so that every batch is mixed.
+    files = [read_prompts(path, args.num_prompts) for path in args.prompts]
+    texts = [prompt.text for group in zip(*files, strict=True) for prompt in group]
+    drafts = {"as it is": draft, "without context": spoil(draft)}
+    measured = []
+    for size in args.batch_sizes:
+        batches = [texts[i : i + size] for i in range(0, len(texts) - size + 1, size)]
+        for kind, assistant in drafts.items():
+            rates = {name: [] for name in RUNS}
+            lengths = {name: [] for name in RUNS}
+            for turn, batch in enumerate(batches):
+                inputs = encode_batch(tokenizer, batch)
+                answers = {}
+                names = list(RUNS)[turn % 3 :] + list(RUNS)[: turn % 3]
+                for name in names:
+                    seconds, rows, rounds = timed_call(target, assistant, inputs, RUNS[name], args.max_new_tokens)
+                    rates[name].append(sum(map(len, rows)) / seconds)
+                    lengths[name] += rounds
+                    answers[name] = rows
+                same = all(answers[name] == answers["plain"] for name in RUNS)
+                print(f"batch of {size}, draft {kind}: {turn + 1}/{len(batches)}, identical {same}", file=sys.stderr)
+            medians = {name: statistics.median(values) for name, values in rates.items()}
+            measured.append(
+                {
+                    "batch_size": size,
+                    "draft": kind,
+                    "tokens_per_second": medians,
+                    # Of each batch on its own, so that a machine whose speed drifts slows both alike.
+                    "ratio": {
+                        name: statistics.median(a / b for a, b in zip(rates[name], rates["plain"], strict=True))
+                        for name in RUNS
+                    },
+                    "acceptance_length": {name: statistics.fmean(values) for name, values in lengths.items() if values},
+                }
+            )
+    header = ["batch", "draft", "plain tok/s", "whole blocks", "heuristic", "tau", "tau heuristic"]
+    rows = [
+        [
+            str(entry["batch_size"]),
+            entry["draft"],
+            f"{entry['tokens_per_second']['plain']:.1f}",
+            f"{entry['ratio']['whole blocks']:.2f}x",
+            f"{entry['ratio']['heuristic']:.2f}x",
+            f"{entry['acceptance_length']['whole blocks']:.2f}",
+            f"{entry['acceptance_length']['heuristic']:.2f}",
+        ]
+        for entry in measured
+    ]
+    print(format_table(header, rows))
+    if args.output is not None:
+        document = {
+            "command": shlex.join(["python", "benchmarks/batches.py", *sys.argv[1:]]),
+            "machine": describe_machine(),
+            "versions": describe_versions(),
+            "measured": measured,
+        }
+        args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
