@@ -6,7 +6,6 @@ The loop is ours and not the host's: the host's takes the draft's word on fewer 
 handling of blocks has differed between versions. It is entered with everything that `generate` has prepared.
 """
 
-import inspect
 import time
 from typing import Any
 
@@ -16,17 +15,16 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from .cache import CachedRow, RaggedCache, can_have_holes
 from .compat import (
     CACHE_NAME,
     DominoGenerateOutput,
     asked_for,
-    is_returned,
     layer_names,
     make_output,
     recording_past,
 )
 from .context import ContextCapture, TargetParts
+from .pace import Lockstep, OwnPace
 from .processors import are_row_wise, draft_processors
 from .record import Record
 from .rollout import DraftState, draft_hidden, rollout
@@ -96,9 +94,6 @@ class _Decoding:
     """
     One call of `generate`: what is decided so far, and the steps of a round.
 
-    Rows of a batch advance each at its own pace where the target's cache allows it (the attributes of ragged rounds
-    are then set), else in lockstep.
-
     Args:
         draft, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer, use_head,
             model_kwargs: as for [`domino_decoding`].
@@ -137,7 +132,6 @@ class _Decoding:
         # Whether the rows that still run end here, and what the others were when they ended.
         self.stopped = [False] * self.num_rows
         self.finished: dict[int, torch.LongTensor] = {}
-        self.finished_cache: dict[int, CachedRow] = {}
         self.record = Record(generation_config, self.num_rows)
         self.acceptance_lengths: list[list[int]] = [[] for _ in range(self.num_rows)]
         self.num_streamed = 0
@@ -157,49 +151,42 @@ class _Decoding:
         self.cache = _check_cache(outputs.get(CACHE_NAME), self.target)
         features = self.capture.take(self.draft.device)
         logits = self._logits(outputs, 1)
-        self.ragged = self._ragged_cache(past_length + features.shape[1])
+        self.pace = self._pace(past_length + features.shape[1])
         # Context that the draft has not seen yet: features, and which of them are of tokens.
         self.context = [self._first_context(features, past_length)]
         self.schedule = Schedule(
             self.generation_config,
             proposals_per_round(self.draft.config, self.generation_config),
             self.target,
-            lockstep=self.ragged is None,
+            self.pace.lockstep,
         )
 
         verified = self._verify(Proposal(input_ids.new_empty(self.num_rows, 0)), logits, lockstep=True)
         self.record.add_prefill(outputs, logits, verified.scores)
-        if self.ragged is None:
-            self._advance(outputs, 1)
+        self.pace.start(outputs)
         self._commit(verified)
         self.seconds["prefill"] = time.perf_counter() - self.started
 
-    def _ragged_cache(self, length: int) -> RaggedCache | None:
-        """The target's cache as one whose rows may advance at their own pace, or `None` for lockstep."""
-        if self.num_rows == 1:
-            return None
-        mask, position_ids = self.model_kwargs.get("attention_mask"), self.model_kwargs.get("position_ids")
-        # Attentions are given key by key, and other tensors along the sequence follow no row of their own.
+    def _pace(self, length: int) -> Lockstep | OwnPace:
+        """How rows will advance, with `length` entries in the target's cache."""
         if (
-            self.generation_config.output_attentions
-            or not are_row_wise(self.logits_processor, self.stopping_criteria, self.pads)
-            or "position_ids" not in inspect.signature(self.target.forward).parameters
-            or (position_ids is not None and position_ids.dim() != 2)
-            or any(self.model_kwargs.get(name) is not None for name in ("token_type_ids", "mm_token_type_ids"))
+            self.num_rows > 1
+            # Attentions are given key by key, so no key may be missing.
+            and not self.generation_config.output_attentions
+            and are_row_wise(self.logits_processor, self.stopping_criteria, self.pads)
+            and OwnPace.suits(self.target, self.cache, self.model_kwargs)
         ):
-            return None
-        if not can_have_holes(self.cache):
-            logger.warning_once(
-                f"The cache of {type(self.target).__name__} cannot hold rows of different lengths, so all rows of a "
-                "batch advance by the shortest acceptance among them."
+            max_length = self.stopping_criteria.max_length
+            return OwnPace(
+                self.target,
+                self.cache,
+                self.model_kwargs,
+                self.generation_config,
+                max_length,
+                self.sequences,
+                length,
             )
-            return None
-        device = self.sequences.device
-        slots = torch.arange(length, device=device).expand(self.num_rows, -1)
-        visible = torch.ones_like(slots, dtype=torch.bool) if mask is None else mask.bool().to(device)
-        self.slot_offset = length - self.prompt_length
-        self.next_position = visible.sum(-1) if position_ids is None else position_ids[:, -1].to(device) + 1
-        return RaggedCache(self.cache, slots, visible)
+        return Lockstep(self.target, self.cache, self.model_kwargs)
 
     def _first_context(self, features: torch.Tensor, past_length: int):
         """The prompt's features and which of them are of real tokens; makes the draft's state."""
@@ -207,7 +194,7 @@ class _Decoding:
         length = features.shape[1]
         if mask is None or bool(mask.all()):
             position = torch.full((self.num_rows,), past_length, device=device)
-            self.draft_state = DraftState(position, dense=self.ragged is None)
+            self.draft_state = DraftState(position, dense=self.pace.lockstep)
             return features, torch.ones(features.shape[:2], dtype=torch.bool, device=device)
         real = mask.bool().to(device)
         position, real = real[:, :-length].sum(-1), real[:, -length:]
@@ -258,27 +245,14 @@ class _Decoding:
         outputs = self._target_pass(proposal)
         features = self.capture.take(self.draft.device)
         logits = self._logits(outputs, width)
-        verified = self._verify(proposal, logits, lockstep=self.ragged is None)
+        verified = self._verify(proposal, logits, self.pace.lockstep)
         seconds = time.perf_counter() - started
         self.schedule.learn(verified, width - 1, proposal.seconds, seconds)
         self.seconds["draft"] += proposal.seconds
         self.seconds["verify"] += seconds
 
-        longest = max(verified.num_new)
-        self.cache.crop(-(width - longest))
-        offsets = torch.arange(longest, device=self.sequences.device)
-        num_new = torch.tensor(verified.num_new, device=self.sequences.device)
-        visible = offsets < num_new[:, None]
-        self.context.append((features[:, :longest], visible.to(self.draft.device)))
-        if self.ragged is None:
-            self.record.add_round(outputs, self.cache, logits, verified.scores, longest)
-            self._advance(outputs, longest)
-        else:
-            lengths = torch.tensor(self.sequences.lengths, device=self.sequences.device)
-            self.ragged.append((self.slot_offset + lengths - 1)[:, None] + offsets, visible)
-            self.next_position = self.next_position + num_new
-            first = [length - self.prompt_length for length in self.sequences.lengths]
-            self.record.add_ragged_round(outputs, logits, verified.scores, self.sequences.rows, first, verified.num_new)
+        committed = self.pace.commit(outputs, logits, verified, self.sequences, self.record)
+        self.context.append((features[:, : committed.shape[1]], committed.to(self.draft.device)))
         for row, count in zip(self.sequences.rows, verified.num_new, strict=True):
             self.acceptance_lengths[row].append(count)
         self._commit(verified)
@@ -289,42 +263,11 @@ class _Decoding:
         self.cache.crop(-1)
 
     def _target_pass(self, proposal: Proposal):
-        inputs = self._block_inputs(proposal) if self.ragged is None else self._ragged_inputs(proposal)
+        inputs = self.pace.inputs(self.sequences, proposal)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = proposal.proposal_ids.shape[1] + 1
         self.capture.clear()
         return self.target(**inputs, return_dict=True)
-
-    def _block_inputs(self, proposal: Proposal) -> dict[str, Any]:
-        num_new, model_kwargs = proposal.proposal_ids.shape[1], dict(self.model_kwargs)
-        if num_new > 0:
-            model_kwargs = self.target._update_model_kwargs_for_generation(
-                self.outputs, model_kwargs, num_new_tokens=num_new
-            )
-        return self.target.prepare_inputs_for_generation(
-            torch.cat([self.sequences.prefix(), proposal.proposal_ids], dim=-1),
-            next_sequence_length=num_new + 1,
-            is_first_iteration=False,
-            **model_kwargs,
-        )
-
-    def _ragged_inputs(self, proposal: Proposal) -> dict[str, Any]:
-        block = torch.cat([self.sequences.last(), proposal.proposal_ids], dim=-1)
-        position_ids = self.next_position[:, None] + torch.arange(block.shape[1], device=block.device)
-        if self.stopping_criteria.max_length is not None:
-            # A row near the limit is offered more than it can take; no position past the limit may be touched.
-            room = [self.stopping_criteria.max_length - 1 - length for length in self.sequences.lengths]
-            last = self.next_position + torch.tensor(room, device=block.device)
-            position_ids = torch.minimum(position_ids, last[:, None])
-        model_kwargs = {
-            **self.model_kwargs,
-            CACHE_NAME: self.cache,
-            "attention_mask": torch.cat([self.ragged.visible, torch.ones_like(block, dtype=torch.bool)], -1).long(),
-            "position_ids": position_ids,
-        }
-        return self.target.prepare_inputs_for_generation(
-            block, next_sequence_length=block.shape[1], is_first_iteration=False, **model_kwargs
-        )
 
     def _logits(self, outputs, width: int) -> torch.Tensor:
         return outputs.logits[:, -width:].to(device=self.sequences.device, dtype=torch.float32, copy=True)
@@ -345,50 +288,26 @@ class _Decoding:
             past_scores=None if self.record.scores is None else tuple(self.record.scores),
         )
 
-    def _advance(self, outputs, num_new: int):
-        """What plain decoding does to its arguments after each token."""
-        self.outputs = outputs
-        self.model_kwargs = self.target._update_model_kwargs_for_generation(
-            outputs, self.model_kwargs, num_new_tokens=num_new
-        )
-
     def _commit(self, verified: Verification):
         """Take the new tokens, hand them to the streamer, and let go of rows that have ended."""
         for entry, count in enumerate(verified.num_new):
             self.sequences.lengths[entry] += count
         self.stopped = verified.stopped
-        if self.ragged is not None:
-            self._drop_stopped()
-            self.ragged.tidy()
+        self._drop_stopped()
         if self.streamer is not None:
             self._stream()
 
     def _drop_stopped(self):
+        ended = [entry for entry, stopped in enumerate(self.stopped) if stopped]
         kept = [entry for entry, stopped in enumerate(self.stopped) if not stopped]
-        if len(kept) == len(self.sequences.rows):
-            return
-        for entry, row in enumerate(self.sequences.rows):
-            if self.stopped[entry]:
-                self.finished[row] = self.sequences.row(entry)
-                if is_returned(self.cache, self.generation_config):
-                    self.finished_cache[row] = self.ragged.take_row(entry)
-        num_running = len(self.sequences)
-        if not kept:
-            return
-        self.stopped = [False] * len(kept)
-        index = torch.tensor(kept, device=self.sequences.device)
-        self.sequences.keep(kept)
-        self.ragged.keep(index)
-        self.next_position = self.next_position[index]
-        self.model_kwargs = {
-            name: value[index.to(value.device)]
-            if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == num_running
-            else value
-            for name, value in self.model_kwargs.items()
-        }
-        index = index.to(self.draft.device)
-        self.draft_state.keep(index)
-        self.context = [(features[index], visible[index]) for features, visible in self.context]
+        ended_rows = {self.sequences.rows[entry]: self.sequences.row(entry) for entry in ended}
+        if self.pace.drop(ended, kept, self.sequences):
+            self.finished |= ended_rows
+            self.sequences.keep(kept)
+            self.stopped = [False] * len(kept)
+            index = torch.tensor(kept, device=self.draft.device)
+            self.draft_state.keep(index)
+            self.context = [(features[index], visible[index]) for features, visible in self.context]
 
     @property
     def done(self) -> bool:
@@ -420,9 +339,7 @@ class _Decoding:
     def result(self) -> DominoGenerateOutput | torch.LongTensor:
         """What `generate` returns."""
         sequences = self._padded()
-        if self.ragged is not None and self.finished_cache:
-            rows = [self.finished_cache[row] for row in range(self.num_rows)]
-            self.ragged.restore(rows, self.slot_offset + sequences.shape[1] - 1)
+        self.pace.finish(sequences.shape[1] - self.prompt_length)
         if not self.generation_config.return_dict_in_generate:
             return sequences
         lengths = [torch.tensor(row, dtype=torch.long) for row in self.acceptance_lengths]

@@ -20,7 +20,7 @@ from random_cases import check_batch_case, draw_batch_case
 from test_generate_lossless import OPTIONS, PrefixProcessor, cached_target, expected_acceptance
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
-from domino_spec.generation import loop
+from domino_spec.generation import pace
 from domino_spec.generation.compat import CACHE_NAME
 
 CASES = range(300)
@@ -195,8 +195,8 @@ def test_a_cache_without_room_for_holes_goes_by_the_shortest_acceptance_and_says
     plain = target.generate(**inputs, max_new_tokens=30)
     spoiled = [set(), {14, 20}, {12}]
     draft = GoodBatchDraft.following(make_draft(target), target, plain.tolist(), spoiled)
-    loop.logger.warning_once.cache_clear()
-    with caplog.at_level("WARNING", logger=loop.logger.name):
+    pace.logger.warning_once.cache_clear()
+    with caplog.at_level("WARNING", logger=pace.logger.name):
         for _ in range(2):
             output = target.generate(**inputs, max_new_tokens=30, assistant_model=draft, return_dict_in_generate=True)
     assert output.sequences.tolist() == plain.tolist()

@@ -1,0 +1,201 @@
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Do the rows of a batch advance together, or each at its own pace? What either means for the target's arguments."""
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.utils import logging
+
+from .cache import CachedRow, RaggedCache, can_have_holes
+from .compat import CACHE_NAME, is_returned
+from .record import Record
+from .sequences import Proposal, Sequences
+from .verification import Verification
+
+logger = logging.get_logger(__name__)
+
+
+class Lockstep:
+    """
+    All rows advance by the shortest acceptance among them: the target's arguments are those of plain decoding.
+
+    Args:
+        target (`PreTrainedModel`): the model that decides.
+        cache (`Cache`): its cache, after the prefill.
+        model_kwargs (`dict`): its arguments, as `generate` keeps them.
+    """
+
+    lockstep = True
+
+    def __init__(self, target: PreTrainedModel, cache: Cache, model_kwargs: dict[str, Any]):
+        self.target, self.cache, self.model_kwargs = target, cache, model_kwargs
+
+    def start(self, outputs: Any):
+        """The prefill has committed one token in each row."""
+        self._advance(outputs, 1)
+
+    def inputs(self, sequences: Sequences, proposal: Proposal) -> dict[str, Any]:
+        """Arguments of a target pass over anchors and proposals."""
+        num_new, model_kwargs = proposal.proposal_ids.shape[1], dict(self.model_kwargs)
+        if num_new > 0:
+            model_kwargs = self.target._update_model_kwargs_for_generation(
+                self._outputs, model_kwargs, num_new_tokens=num_new
+            )
+        return self.target.prepare_inputs_for_generation(
+            torch.cat([sequences.prefix(), proposal.proposal_ids], dim=-1),
+            next_sequence_length=num_new + 1,
+            is_first_iteration=False,
+            **model_kwargs,
+        )
+
+    def commit(
+        self, outputs: Any, logits: torch.Tensor, verified: Verification, sequences: Sequences, record: Record
+    ) -> torch.BoolTensor:
+        """
+        Keep of a pass what was committed, in cache, arguments and record.
+
+        Returns:
+            Which of its first positions hold committed tokens, `[n, longest]`.
+        """
+        num_new = verified.num_new[0]
+        self.cache.crop(-(logits.shape[1] - num_new))
+        record.add_round(outputs, self.cache, logits, verified.scores, num_new)
+        self._advance(outputs, num_new)
+        return torch.ones(len(sequences), num_new, dtype=torch.bool, device=sequences.device)
+
+    def drop(self, entries: list[int], kept: list[int], sequences: Sequences) -> bool:
+        """Rows that have ended stay, on padding, as in plain decoding; returns whether any was let go."""
+        return False
+
+    def finish(self, length: int):
+        """The cache is as plain decoding leaves it."""
+
+    def _advance(self, outputs: Any, num_new: int):
+        self._outputs = outputs
+        self.model_kwargs = self.target._update_model_kwargs_for_generation(
+            outputs, self.model_kwargs, num_new_tokens=num_new
+        )
+
+
+class OwnPace:
+    """
+    Each row advances by its own acceptance and leaves when it has ended: rejected tokens stay in the cache, masked.
+
+    Args:
+        target, cache, model_kwargs: as for [`Lockstep`].
+        generation_config (`GenerationConfig`): says whether the cache is given back.
+        max_length (`int`, *optional*): the limit of all rows, prompt included.
+        sequences (`Sequences`): the prompts.
+        length (`int`): entries of the cache after the prefill.
+    """
+
+    lockstep = False
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        cache: Cache,
+        model_kwargs: dict[str, Any],
+        generation_config: GenerationConfig,
+        max_length: int | None,
+        sequences: Sequences,
+        length: int,
+    ):
+        self.target, self.cache, self.model_kwargs, self.max_length = target, cache, model_kwargs, max_length
+        self.prompt_length, self.slot_offset = sequences.lengths[0], length - sequences.lengths[0]
+        mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+        slots = torch.arange(length, device=sequences.device).expand(len(sequences), -1)
+        visible = torch.ones_like(slots, dtype=torch.bool) if mask is None else mask.bool().to(slots.device)
+        self.ragged = RaggedCache(cache, slots, visible)
+        self.next_position = visible.sum(-1) if position_ids is None else position_ids[:, -1].to(slots.device) + 1
+        # What was in the cache of rows that have left, where the caller will want it.
+        self._left: dict[int, CachedRow] | None = {} if is_returned(cache, generation_config) else None
+
+    @staticmethod
+    def suits(target: PreTrainedModel, cache: Cache, model_kwargs: dict[str, Any]) -> bool:
+        """Whether `target` takes a position for each token, and `cache` may have holes; warns once of the latter."""
+        position_ids = model_kwargs.get("position_ids")
+        # Other tensors along the sequence follow no row of their own.
+        if (
+            "position_ids" not in inspect.signature(target.forward).parameters
+            or (position_ids is not None and position_ids.dim() != 2)
+            or any(model_kwargs.get(name) is not None for name in ("token_type_ids", "mm_token_type_ids"))
+        ):
+            return False
+        if not can_have_holes(cache):
+            logger.warning_once(
+                f"The cache of {type(target).__name__} cannot hold rows of different lengths, so all rows of a batch "
+                "advance by the shortest acceptance among them."
+            )
+            return False
+        return True
+
+    def start(self, outputs: Any):
+        """The prefill has committed one token in each row; it is in no cache yet."""
+
+    def inputs(self, sequences: Sequences, proposal: Proposal) -> dict[str, Any]:
+        """Arguments of a target pass over anchors and proposals."""
+        block = torch.cat([sequences.last(), proposal.proposal_ids], dim=-1)
+        position_ids = self.next_position[:, None] + torch.arange(block.shape[1], device=block.device)
+        if self.max_length is not None:
+            # A row near the limit is offered more than it can take; no position past the limit may be touched.
+            room = [self.max_length - 1 - length for length in sequences.lengths]
+            last = self.next_position + torch.tensor(room, device=block.device)
+            position_ids = torch.minimum(position_ids, last[:, None])
+        model_kwargs = {
+            **self.model_kwargs,
+            CACHE_NAME: self.cache,
+            "attention_mask": torch.cat([self.ragged.visible, torch.ones_like(block, dtype=torch.bool)], -1).long(),
+            "position_ids": position_ids,
+        }
+        return self.target.prepare_inputs_for_generation(
+            block, next_sequence_length=block.shape[1], is_first_iteration=False, **model_kwargs
+        )
+
+    def commit(
+        self, outputs: Any, logits: torch.Tensor, verified: Verification, sequences: Sequences, record: Record
+    ) -> torch.BoolTensor:
+        """As for [`Lockstep`]; what a row did not commit is hidden from it."""
+        longest, device = max(verified.num_new), sequences.device
+        offsets, num_new = torch.arange(longest, device=device), torch.tensor(verified.num_new, device=device)
+        committed = offsets < num_new[:, None]
+        lengths = torch.tensor(sequences.lengths, device=device)
+        self.cache.crop(-(logits.shape[1] - longest))
+        self.ragged.append((self.slot_offset + lengths - 1)[:, None] + offsets, committed)
+        self.ragged.tidy()
+        self.next_position = self.next_position + num_new
+        first = [length - self.prompt_length for length in sequences.lengths]
+        record.add_ragged_round(outputs, logits, verified.scores, sequences.rows, first, verified.num_new)
+        return committed
+
+    def drop(self, entries: list[int], kept: list[int], sequences: Sequences) -> bool:
+        """
+        Let go of rows that have ended.
+
+        Args:
+            entries (`list[int]`): the rows to let go, and `kept` the others, both by their place in `sequences`.
+        """
+        if self._left is not None:
+            self._left.update((sequences.rows[entry], self.ragged.take_row(entry)) for entry in entries)
+        if not entries or not kept:
+            return False
+        index = torch.tensor(kept, device=sequences.device)
+        self.ragged.keep(index)
+        self.next_position = self.next_position[index]
+        self.model_kwargs = {
+            name: value[index.to(value.device)]
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == len(sequences)
+            else value
+            for name, value in self.model_kwargs.items()
+        }
+        return True
+
+    def finish(self, length: int):
+        """Give the cache back as plain decoding leaves it: all rows, each entry in its place, `length` new tokens."""
+        if self._left is not None:
+            rows = [self._left[row] for row in sorted(self._left)]
+            self.ragged.restore(rows, self.slot_offset + self.prompt_length + length - 1)
