@@ -348,5 +348,6 @@ def test_a_compiled_target_and_a_wrapped_one_are_served_too():
     assert ours.tolist() == adapted.tolist()
 
     target.forward = torch.compile(target.forward, backend="eager", dynamic=True)
-    ours = target.generate(**inputs, max_new_tokens=40, pad_token_id=MASK_TOKEN, assistant_model=draft)
-    assert ours.tolist() == plain.tolist()
+    # Few tokens: each new shape is compiled anew.
+    ours = target.generate(**inputs, max_new_tokens=9, pad_token_id=MASK_TOKEN, assistant_model=draft)
+    assert ours.tolist() == plain[:, : ours.shape[1]].tolist()
