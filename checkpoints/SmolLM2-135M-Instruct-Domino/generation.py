@@ -63,114 +63,15 @@ def is_returned(cache: Cache, generation_config: GenerationConfig) -> bool:
     return bool(generation_config.return_dict_in_generate) or getattr(cache, "_is_user_defined", False)
 
 
-def default_num_assistant_tokens() -> int | None:
-    """The `num_assistant_tokens` that `generate` fills in when neither call nor config names one."""
-    return GenerationConfig._get_default_generation_params().get("num_assistant_tokens")
+def asked_for(generation_config: GenerationConfig, name: str) -> Any:
+    """The option `name`, or `None` where it stands at the default that `generate` fills in for whom names nothing."""
+    value = getattr(generation_config, name)
+    return None if value == GenerationConfig._get_default_generation_params().get(name) else value
 
 
 def make_output(cache: Cache, **values: Any) -> DominoGenerateOutput:
     """The output with `cache` under the name that this transformers uses."""
     return DominoGenerateOutput(**values, **{CACHE_NAME: cache})
-
-
-# Copyright 2026 The domino_spec authors.
-# SPDX-License-Identifier: Apache-2.0
-"""How do rows that advance at their own pace share one cache? What a row must not see stays in it, masked, until the
-holes cost more than a copy."""
-
-import torch
-from transformers.cache_utils import Cache, DynamicLayer
-
-# Entries that hold nothing are dropped once they are more than this share of the cache and more than a few.
-_MAX_HOLES = 0.25
-_FEW = 16
-
-
-def can_have_holes(cache: Cache) -> bool:
-    """Whether entries of `cache` may be masked and moved: it grows, keeps everything and orders nothing by index."""
-    return all(type(layer) is DynamicLayer for layer in cache.layers)
-
-
-class RaggedCache:
-    """
-    A cache `[n, heads, P, head_dim]` with, for each entry, where its token stands and whether its row may see it.
-
-    Args:
-        cache (`Cache`): see [`can_have_holes`]; extended by the models, cut and packed here.
-        positions (`torch.LongTensor` of shape `[n, P]`): of the entries it holds.
-        visible (`torch.BoolTensor` of shape `[n, P]`): `False` on padding and on rejected tokens.
-    """
-
-    def __init__(self, cache: Cache, positions: torch.LongTensor, visible: torch.BoolTensor):
-        self.cache, self.positions, self.visible = cache, positions, visible
-
-    def append(self, positions: torch.LongTensor, visible: torch.BoolTensor):
-        """Say what a pass has added: `[n, L]` each."""
-        self.positions = torch.cat([self.positions, positions], dim=1)
-        self.visible = torch.cat([self.visible, visible], dim=1)
-
-    def tidy(self):
-        """Pack the cache when much of it is holes: visible entries move to the right end, in order."""
-        length = self.visible.shape[1]
-        longest = int(self.visible.sum(-1).max())
-        if length - longest <= max(_FEW, length * _MAX_HOLES):
-            return
-        # Stable, so that entries keep their order; False sorts before True.
-        index = self.visible.to(torch.uint8).argsort(dim=-1, stable=True)[:, length - longest :]
-        self.positions, self.visible = self.positions.gather(1, index), self.visible.gather(1, index)
-        for layer in self.cache.layers:
-            if layer.is_initialized:
-                layer.keys = _gather(layer.keys, index)
-                layer.values = _gather(layer.values, index)
-
-    def keep(self, rows: torch.LongTensor):
-        """Forget all other rows."""
-        self.positions, self.visible = self.positions[rows], self.visible[rows]
-        for layer in self.cache.layers:
-            if layer.is_initialized:
-                layer.batch_select_indices(rows.to(layer.keys.device))
-
-    def take_row(self, row: int) -> "CachedRow":
-        """What one row may see, to be put back by [`restore`]."""
-        seen = self.visible[row]
-        layers = [
-            (layer.keys[row][:, seen.to(layer.keys.device)], layer.values[row][:, seen.to(layer.keys.device)])
-            if layer.is_initialized
-            else None
-            for layer in self.cache.layers
-        ]
-        return CachedRow(self.positions[row, seen], layers)
-
-    def restore(self, rows: list["CachedRow"], length: int):
-        """Fill the cache with `rows`, each entry at the index of its position: `[len(rows), heads, length, head_dim]`
-        with zeros elsewhere, as a cache without holes has them."""
-        for i, layer in enumerate(self.cache.layers):
-            if not layer.is_initialized:
-                continue
-            for name, which in (("keys", 0), ("values", 1)):
-                old = getattr(layer, name)
-                whole = old.new_zeros(len(rows), old.shape[1], length, old.shape[3])
-                for slot, row in enumerate(rows):
-                    whole[slot].index_copy_(1, row.positions.to(old.device), row.layers[i][which])
-                setattr(layer, name, whole)
-
-
-class CachedRow:
-    """
-    Keys and values of one row.
-
-    Args:
-        positions (`torch.LongTensor` of shape `[m]`): of its entries.
-        layers: for each layer keys and values `[heads, m, head_dim]`, or `None` for a layer that holds none.
-    """
-
-    def __init__(self, positions: torch.LongTensor, layers: list):
-        self.positions, self.layers = positions, layers
-
-
-def _gather(states: torch.Tensor, index: torch.LongTensor) -> torch.Tensor:
-    index = index.to(states.device)[:, None, :, None]
-    return states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))
 
 
 # Copyright 2026 The domino_spec authors.
@@ -317,93 +218,102 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
 
 # Copyright 2026 The domino_spec authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which processors and criteria may be called out of plain decoding's order? What we know reads nothing but its
-arguments; all else is called exactly as plain decoding would."""
-
-import copy
+"""How do rows that advance at their own pace share one cache? What a row must not see stays in it, masked, until the
+holes cost more than a copy."""
 
 import torch
-from transformers import LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import logits_process, stopping_criteria
+from transformers.cache_utils import Cache, DynamicLayer
 
-# They read nothing but the tokens and logits of one row at a time: any row, any number of calls, same result.
-_ROW_WISE = {
-    getattr(logits_process, name)
-    for name in (
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-        "ExponentialDecayLengthPenalty",
-        "ForcedBOSTokenLogitsProcessor",
-        "ForcedEOSTokenLogitsProcessor",
-        "InfNanRemoveLogitsProcessor",
-        "LogitNormalization",
-        "MinLengthLogitsProcessor",
-        "MinNewTokensLengthLogitsProcessor",
-        "MinPLogitsWarper",
-        "NoBadWordsLogitsProcessor",
-        "NoRepeatNGramLogitsProcessor",
-        "RepetitionPenaltyLogitsProcessor",
-        "SequenceBiasLogitsProcessor",
-        "SuppressTokensAtBeginLogitsProcessor",
-        "SuppressTokensLogitsProcessor",
-        "TemperatureLogitsWarper",
-        "TopHLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "TypicalLogitsWarper",
-        "WatermarkLogitsProcessor",
-    )
-    if hasattr(logits_process, name)
-}
-# These know a row by its place in the batch, so they need the whole batch at one length, but count no calls.
-_BATCH_WISE = {
-    logits_process.EncoderNoRepeatNGramLogitsProcessor,
-    logits_process.EncoderRepetitionPenaltyLogitsProcessor,
-    logits_process.PrefixConstrainedLogitsProcessor,
-}
-_ROW_WISE_CRITERIA = {
-    stopping_criteria.EosTokenCriteria,
-    stopping_criteria.MaxLengthCriteria,
-    stopping_criteria.MaxTimeCriteria,
-    stopping_criteria.StopStringCriteria,
-}
+# Entries that hold nothing are dropped once they are more than this share of the cache and more than a few.
+_MAX_HOLES = 0.25
+_FEW = 16
 
 
-def draft_processors(logits_processor: LogitsProcessorList) -> LogitsProcessorList:
+def can_have_holes(cache: Cache) -> bool:
+    """Whether entries of `cache` may be masked and moved: it grows, keeps everything and orders nothing by index."""
+    return all(type(layer) is DynamicLayer for layer in cache.layers)
+
+
+class RaggedCache:
     """
-    The processors that also shape proposals, which only raises acceptance. Any other might count its calls, and must
-    see those of plain decoding only.
-    """
-    return LogitsProcessorList(p for p in logits_processor if type(p) in _ROW_WISE | _BATCH_WISE)
-
-
-def are_row_wise(logits_processor: LogitsProcessorList, criteria: StoppingCriteriaList, pads: bool) -> bool:
-    """
-    Whether rows of different lengths may be processed and stopped one by one. Where ended rows cannot be padded
-    (`pads` false), they may differ in length only on the way to a common limit.
-    """
-    allowed = _ROW_WISE_CRITERIA if pads else {stopping_criteria.MaxLengthCriteria}
-    return all(type(p) in _ROW_WISE for p in logits_processor) and all(type(c) in allowed for c in criteria)
-
-
-def process_rows(
-    logits_processor: LogitsProcessorList, rows: list[int], input_ids: torch.LongTensor, scores: torch.Tensor
-) -> torch.Tensor:
-    """
-    Scores `[g, V]` of some `rows` of the batch, from row-wise processors.
+    A cache `[n, heads, P, head_dim]` with, for each entry, where its token stands and whether its row may see it.
 
     Args:
-        rows (`list[int]`): which rows of the batch these are.
-        input_ids (`torch.LongTensor` of shape `[g, S]`), scores (`torch.FloatTensor` of shape `[g, V]`): theirs.
+        cache (`Cache`): see [`can_have_holes`]; extended by the models, cut and packed here.
+        positions (`torch.LongTensor` of shape `[n, P]`): of the entries it holds.
+        visible (`torch.BoolTensor` of shape `[n, P]`): `False` on padding and on rejected tokens.
     """
-    for processor in logits_processor:
-        # Later versions of transformers let this one skip each row's padding: one number for each row of the batch.
-        skipped = getattr(processor, "prompt_ignore_length", None)
-        if isinstance(skipped, torch.Tensor):
-            processor = copy.copy(processor)
-            processor.prompt_ignore_length = skipped[torch.tensor(rows, device=skipped.device)]
-        scores = processor(input_ids, scores)
-    return scores
+
+    def __init__(self, cache: Cache, positions: torch.LongTensor, visible: torch.BoolTensor):
+        self.cache, self.positions, self.visible = cache, positions, visible
+
+    def append(self, positions: torch.LongTensor, visible: torch.BoolTensor):
+        """Say what a pass has added: `[n, L]` each."""
+        self.positions = torch.cat([self.positions, positions], dim=1)
+        self.visible = torch.cat([self.visible, visible], dim=1)
+
+    def tidy(self):
+        """Pack the cache when much of it is holes: visible entries move to the right end, in order."""
+        length = self.visible.shape[1]
+        longest = int(self.visible.sum(-1).max())
+        if length - longest <= max(_FEW, length * _MAX_HOLES):
+            return
+        # Stable, so that entries keep their order; False sorts before True.
+        index = self.visible.to(torch.uint8).argsort(dim=-1, stable=True)[:, length - longest :]
+        self.positions, self.visible = self.positions.gather(1, index), self.visible.gather(1, index)
+        for layer in self.cache.layers:
+            if layer.is_initialized:
+                layer.keys = _gather(layer.keys, index)
+                layer.values = _gather(layer.values, index)
+
+    def keep(self, rows: torch.LongTensor):
+        """Forget all other rows."""
+        self.positions, self.visible = self.positions[rows], self.visible[rows]
+        for layer in self.cache.layers:
+            if layer.is_initialized:
+                layer.batch_select_indices(rows.to(layer.keys.device))
+
+    def take_row(self, row: int) -> "CachedRow":
+        """What one row may see, to be put back by [`restore`]."""
+        seen = self.visible[row]
+        layers = [
+            (layer.keys[row][:, seen.to(layer.keys.device)], layer.values[row][:, seen.to(layer.keys.device)])
+            if layer.is_initialized
+            else None
+            for layer in self.cache.layers
+        ]
+        return CachedRow(self.positions[row, seen], layers)
+
+    def restore(self, rows: list["CachedRow"], length: int):
+        """Fill the cache with `rows`, each entry at the index of its position: `[len(rows), heads, length, head_dim]`
+        with zeros elsewhere, as a cache without holes has them."""
+        for i, layer in enumerate(self.cache.layers):
+            if not layer.is_initialized:
+                continue
+            for name, which in (("keys", 0), ("values", 1)):
+                old = getattr(layer, name)
+                whole = old.new_zeros(len(rows), old.shape[1], length, old.shape[3])
+                for slot, row in enumerate(rows):
+                    whole[slot].index_copy_(1, row.positions.to(old.device), row.layers[i][which])
+                setattr(layer, name, whole)
+
+
+class CachedRow:
+    """
+    Keys and values of one row.
+
+    Args:
+        positions (`torch.LongTensor` of shape `[m]`): of its entries.
+        layers: for each layer keys and values `[heads, m, head_dim]`, or `None` for a layer that holds none.
+    """
+
+    def __init__(self, positions: torch.LongTensor, layers: list):
+        self.positions, self.layers = positions, layers
+
+
+def _gather(states: torch.Tensor, index: torch.LongTensor) -> torch.Tensor:
+    index = index.to(states.device)[:, None, :, None]
+    return states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))
 
 
 # Copyright 2026 The domino_spec authors.
@@ -520,39 +430,93 @@ def _row(attention: torch.Tensor, k: int, window: int | None) -> torch.Tensor:
 
 # Copyright 2026 The domino_spec authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How is a token drawn? From one distribution, or from the target's by way of the draft's."""
+"""Which processors and criteria may be called out of plain decoding's order? What we know reads nothing but its
+arguments; all else is called exactly as plain decoding would."""
+
+import copy
 
 import torch
+from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import logits_process, stopping_criteria
+
+# They read nothing but the tokens and logits of one row at a time: any row, any number of calls, same result.
+_ROW_WISE = {
+    getattr(logits_process, name)
+    for name in (
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "ExponentialDecayLengthPenalty",
+        "ForcedBOSTokenLogitsProcessor",
+        "ForcedEOSTokenLogitsProcessor",
+        "InfNanRemoveLogitsProcessor",
+        "LogitNormalization",
+        "MinLengthLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor",
+        "MinPLogitsWarper",
+        "NoBadWordsLogitsProcessor",
+        "NoRepeatNGramLogitsProcessor",
+        "RepetitionPenaltyLogitsProcessor",
+        "SequenceBiasLogitsProcessor",
+        "SuppressTokensAtBeginLogitsProcessor",
+        "SuppressTokensLogitsProcessor",
+        "TemperatureLogitsWarper",
+        "TopHLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "TypicalLogitsWarper",
+        "WatermarkLogitsProcessor",
+    )
+    if hasattr(logits_process, name)
+}
+# These know a row by its place in the batch, so they need the whole batch at one length, but count no calls.
+_BATCH_WISE = {
+    logits_process.EncoderNoRepeatNGramLogitsProcessor,
+    logits_process.EncoderRepetitionPenaltyLogitsProcessor,
+    logits_process.PrefixConstrainedLogitsProcessor,
+}
+_ROW_WISE_CRITERIA = {
+    stopping_criteria.EosTokenCriteria,
+    stopping_criteria.MaxLengthCriteria,
+    stopping_criteria.MaxTimeCriteria,
+    stopping_criteria.StopStringCriteria,
+}
 
 
-def draw(probabilities: torch.Tensor) -> torch.LongTensor:
-    """One token `[g]` from each of `probabilities` `[g, V]`, which need not add up to 1."""
-    return torch.multinomial(probabilities, 1)[:, 0]
-
-
-def accept_or_draw(
-    scores: torch.Tensor, proposal_ids: torch.LongTensor, draft_probabilities: torch.Tensor
-) -> tuple[torch.LongTensor, torch.BoolTensor]:
+def draft_processors(logits_processor: LogitsProcessorList) -> LogitsProcessorList:
     """
-    One step of rejection sampling.
+    The processors that also shape proposals, which only raises acceptance. Any other might count its calls, and must
+    see those of plain decoding only.
+    """
+    return LogitsProcessorList(p for p in logits_processor if type(p) in _ROW_WISE | _BATCH_WISE)
+
+
+def are_row_wise(logits_processor: LogitsProcessorList, criteria: StoppingCriteriaList, pads: bool) -> bool:
+    """
+    Whether rows of different lengths may be processed and stopped one by one. Where ended rows cannot be padded
+    (`pads` false), they may differ in length only on the way to a common limit.
+    """
+    allowed = _ROW_WISE_CRITERIA if pads else {stopping_criteria.MaxLengthCriteria}
+    return all(type(p) in _ROW_WISE for p in logits_processor) and all(type(c) in allowed for c in criteria)
+
+
+def process_rows(
+    logits_processor: LogitsProcessorList, rows: list[int], input_ids: torch.LongTensor, scores: torch.Tensor
+) -> torch.Tensor:
+    """
+    Scores `[g, V]` of some `rows` of the batch, from row-wise processors.
 
     Args:
-        scores (`torch.FloatTensor` of shape `[g, V]`): processed scores of the target.
-        proposal_ids (`torch.LongTensor` of shape `[g]`): drawn from `draft_probabilities`.
-        draft_probabilities (`torch.FloatTensor` of shape `[g, V]`): q.
-
-    Returns:
-        The tokens `[g]`, and which of them are the proposals `[g]`.
+        rows (`list[int]`): which rows of the batch these are.
+        input_ids (`torch.LongTensor` of shape `[g, S]`), scores (`torch.FloatTensor` of shape `[g, V]`): theirs.
     """
-    p = scores.softmax(-1)
-    q = draft_probabilities.to(p)
-    index = proposal_ids[:, None]
-    p_proposal, q_proposal = p.gather(-1, index)[:, 0], q.gather(-1, index)[:, 0]
-    accepted = torch.rand_like(p_proposal) * q_proposal < p_proposal
-    residual = (p - q).clamp(min=0)
-    # Where p and q are equal but for rounding, nothing is left over, and p itself is the limit.
-    residual = torch.where(residual.sum(-1, keepdim=True) > 1e-9, residual, p)
-    return torch.where(accepted, proposal_ids, draw(residual)), accepted
+    for processor in logits_processor:
+        # Later versions of transformers let this one skip each row's padding: one number for each row of the batch.
+        skipped = getattr(processor, "prompt_ignore_length", None)
+        if isinstance(skipped, torch.Tensor):
+            processor = copy.copy(processor)
+            processor.prompt_ignore_length = skipped[torch.tensor(rows, device=skipped.device)]
+        scores = processor(input_ids, scores)
+    return scores
 
 
 # Copyright 2026 The domino_spec authors.
@@ -560,6 +524,7 @@ def accept_or_draw(
 """What is decided so far? The token ids of a batch whose rows may differ in length."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -568,6 +533,25 @@ from transformers import LogitsProcessorList
 
 # Rows of a batch, to index a tensor's first dimension with.
 Rows: TypeAlias = torch.LongTensor | slice
+
+
+@dataclass
+class Proposal:
+    """
+    Tokens offered after the anchors.
+
+    Attributes:
+        proposal_ids (`torch.LongTensor` of shape `[n, K]`): on the target's device.
+        probabilities (`torch.FloatTensor` of shape `[n, K, V]`, *optional*): when sampling, the distribution that
+            each was drawn from.
+        finite (`torch.BoolTensor` of shape `[]`, *optional*): whether the logits they come from are finite numbers.
+        seconds (`float`): wall-clock time of making them.
+    """
+
+    proposal_ids: torch.LongTensor
+    probabilities: torch.Tensor | None = None
+    finite: torch.Tensor | None = None
+    seconds: float = 0.0
 
 
 class Sequences:
@@ -662,31 +646,564 @@ class Sequences:
 
 # Copyright 2026 The domino_spec authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How does a draft propose? One backbone pass for the block, then the head's rollout, token by token."""
+"""How is a token drawn? From one distribution, or from the target's by way of the draft's."""
 
-from dataclasses import dataclass
+import torch
+
+
+def draw(probabilities: torch.Tensor) -> torch.LongTensor:
+    """One token `[g]` from each of `probabilities` `[g, V]`, which need not add up to 1."""
+    return torch.multinomial(probabilities, 1)[:, 0]
+
+
+def accept_or_draw(
+    scores: torch.Tensor, proposal_ids: torch.LongTensor, draft_probabilities: torch.Tensor
+) -> tuple[torch.LongTensor, torch.BoolTensor]:
+    """
+    One step of rejection sampling.
+
+    Args:
+        scores (`torch.FloatTensor` of shape `[g, V]`): processed scores of the target.
+        proposal_ids (`torch.LongTensor` of shape `[g]`): drawn from `draft_probabilities`.
+        draft_probabilities (`torch.FloatTensor` of shape `[g, V]`): q.
+
+    Returns:
+        The tokens `[g]`, and which of them are the proposals `[g]`.
+    """
+    p = scores.softmax(-1)
+    q = draft_probabilities.to(p)
+    index = proposal_ids[:, None]
+    p_proposal, q_proposal = p.gather(-1, index)[:, 0], q.gather(-1, index)[:, 0]
+    accepted = torch.rand_like(p_proposal) * q_proposal < p_proposal
+    residual = (p - q).clamp(min=0)
+    # Where p and q are equal but for rounding, nothing is left over, and p itself is the limit.
+    residual = torch.where(residual.sum(-1, keepdim=True) > 1e-9, residual, p)
+    return torch.where(accepted, proposal_ids, draw(residual)), accepted
+
+
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What is kept of a proposal? The rule that makes the output exactly the target's own."""
+
+from dataclasses import dataclass, field
+
+import torch
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+
+
+@dataclass
+class Verification:
+    """
+    What a round commits.
+
+    Attributes:
+        num_new (`list[int]`): new tokens of each row: accepted proposals and the bonus token, or fewer where a stop
+            or, in lockstep, another row cut them; 0 for a row that had stopped before.
+        stopped (`list[bool]`): which rows end here, or have ended before.
+        rejected (`list[bool]`): in which rows the last new token stands in place of a proposal.
+        scores (`list[torch.Tensor]`): with `keep_scores`, the processed float32 scores of each offset `[n, V]`; only
+            the entries of committed tokens mean anything.
+    """
+
+    num_new: list[int]
+    stopped: list[bool]
+    rejected: list[bool]
+    scores: list[torch.Tensor] = field(default_factory=list)
+
+
+def verify(
+    sequences: Sequences,
+    proposal: Proposal,
+    logits: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    stopped: list[bool],
+    do_sample: bool,
+    lockstep: bool,
+    pad_token_id: torch.LongTensor | None = None,
+    keep_scores: bool = False,
+    past_scores: tuple[torch.Tensor, ...] | None = None,
+) -> Verification:
+    """
+    Accept proposals by the target's word, then take one token of its own.
+
+    Greedy: a proposal stands while it is the target's choice. Sampling: proposal x, drawn from q, stands with
+    probability min(1, p(x) / q(x)), else a token is drawn from max(p - q, 0) renormalised; p and q are the processed
+    distributions of target and draft (Leviathan et al., arXiv 2211.17192). Either way the tokens are distributed as
+    token-by-token decoding distributes them.
+
+    In lockstep, processors and criteria see exactly the calls that token-by-token decoding would make, in its order:
+    the same prefixes, the whole batch, one call for each committed token and none beyond a stop. So also those that
+    count or remember give the plain result. All rows then commit as many tokens as the first to be rejected. Out of
+    lockstep each row goes as far as it can, and only what looks at single rows may be called.
+
+    Args:
+        sequences (`Sequences` of n rows): committed tokens, the anchor last. The new tokens are written behind them;
+            committing is the caller's.
+        proposal (`Proposal`): K tokens for each row; K may be 0.
+        logits (`torch.FloatTensor` of shape `[n, K + 1, V]`): of the target, after the anchor and each proposal.
+        logits_processor, stopping_criteria: as prepared by `generate`.
+        stopped (`list[bool]`): rows that have ended before; they take padding in lockstep, nothing otherwise.
+        do_sample (`bool`), lockstep (`bool`): as above.
+        pad_token_id (`torch.LongTensor` of shape `[]`, *optional*): what ended rows write; `None` lets them go on.
+        keep_scores (`bool`), past_scores: whether to return scores, and those of all earlier new tokens, which
+            criteria may read.
+    """
+    num_rows, num_proposals = proposal.proposal_ids.shape
+    rows = list(range(num_rows))
+    stopped = list(stopped)
+    num_new, rejected = [0] * num_rows, [False] * num_rows
+    live = [row for row in rows if lockstep or not stopped[row]]
+
+    # Without processors all choices are known at once, for one synchronisation a round.
+    choices = logits.argmax(-1) if not logits_processor and not do_sample else None
+    matches = [] if choices is None else (choices[:, :-1] == proposal.proposal_ids).tolist()
+
+    def choose(k: int, members: list[int], index: Rows, scores: torch.Tensor) -> tuple[torch.LongTensor, list[bool]]:
+        """The tokens of a group at offset k, and which of them are the proposals."""
+        if choices is not None:
+            tokens = choices[index, k]
+            return tokens, [matches[row][k] for row in members] if k < num_proposals else [False] * len(members)
+        if k == num_proposals:
+            tokens = draw(scores.softmax(-1)) if do_sample else scores.argmax(-1)
+            return tokens, [False] * len(members)
+        offered = proposal.proposal_ids[index, k]
+        if do_sample:
+            assert proposal.probabilities is not None
+            tokens, stand = accept_or_draw(scores, offered, proposal.probabilities[index, k])
+        else:
+            tokens = scores.argmax(-1)
+            stand = tokens == offered
+        return tokens, stand.tolist()
+
+    new_scores: list[torch.Tensor] = []
+    for k in range(num_proposals + 1):
+        accepted = [False] * num_rows
+        if keep_scores:
+            new_scores.append(torch.zeros_like(logits[:, k]))
+        for members, index, prefix in sequences.groups(live, k):
+            scores = sequences.process(logits_processor, members, prefix, logits[index, k])
+            if keep_scores:
+                new_scores[k][index] = scores
+            tokens, stand = choose(k, members, index, scores)
+            ended = [stopped[row] for row in members]
+            if pad_token_id is not None and any(ended):
+                tokens = torch.where(torch.tensor(ended, device=tokens.device), pad_token_id, tokens)
+            sequences.put_rows(index, prefix.shape[1], tokens)
+            for row, stands in zip(members, stand, strict=True):
+                accepted[row] = stands
+
+        seen = None if past_scores is None else (*past_scores, *new_scores)
+        for members, _, prefix in sequences.groups(live, k + 1):
+            for row, stop in zip(members, stopping_criteria(prefix, seen).tolist(), strict=True):
+                stopped[row] = stopped[row] or stop
+        for row in live:
+            num_new[row], rejected[row] = k + 1, k < num_proposals and not accepted[row]
+        if lockstep:
+            # Ended rows write padding and hold no one up, unless they have none to write.
+            holding = [row for row in rows if not accepted[row] and (pad_token_id is None or not stopped[row])]
+            if all(stopped) or holding:
+                break
+        else:
+            live = [row for row in live if accepted[row] and not stopped[row]]
+            if not live:
+                break
+    return Verification(num_new, stopped, rejected, new_scores)
+
+
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Do the rows of a batch advance together, or each at its own pace? What either means for the target's arguments."""
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+
+class Lockstep:
+    """
+    All rows advance by the shortest acceptance among them: the target's arguments are those of plain decoding.
+
+    Args:
+        target (`PreTrainedModel`): the model that decides.
+        cache (`Cache`): its cache, after the prefill.
+        model_kwargs (`dict`): its arguments, as `generate` keeps them.
+    """
+
+    lockstep = True
+
+    def __init__(self, target: PreTrainedModel, cache: Cache, model_kwargs: dict[str, Any]):
+        self.target, self.cache, self.model_kwargs = target, cache, model_kwargs
+
+    def start(self, outputs: Any):
+        """The prefill has committed one token in each row."""
+        self._advance(outputs, 1)
+
+    def inputs(self, sequences: Sequences, proposal: Proposal) -> dict[str, Any]:
+        """Arguments of a target pass over anchors and proposals."""
+        num_new, model_kwargs = proposal.proposal_ids.shape[1], dict(self.model_kwargs)
+        if num_new > 0:
+            model_kwargs = self.target._update_model_kwargs_for_generation(
+                self._outputs, model_kwargs, num_new_tokens=num_new
+            )
+        return self.target.prepare_inputs_for_generation(
+            torch.cat([sequences.prefix(), proposal.proposal_ids], dim=-1),
+            next_sequence_length=num_new + 1,
+            is_first_iteration=False,
+            **model_kwargs,
+        )
+
+    def commit(
+        self, outputs: Any, logits: torch.Tensor, verified: Verification, sequences: Sequences, record: Record
+    ) -> torch.BoolTensor:
+        """
+        Keep of a pass what was committed, in cache, arguments and record.
+
+        Returns:
+            Which of its first positions hold committed tokens, `[n, longest]`.
+        """
+        num_new = verified.num_new[0]
+        self.cache.crop(-(logits.shape[1] - num_new))
+        record.add_round(outputs, self.cache, logits, verified.scores, num_new)
+        self._advance(outputs, num_new)
+        return torch.ones(len(sequences), num_new, dtype=torch.bool, device=sequences.device)
+
+    def drop(self, entries: list[int], kept: list[int], sequences: Sequences) -> bool:
+        """Rows that have ended stay, on padding, as in plain decoding; returns whether any was let go."""
+        return False
+
+    def finish(self, length: int):
+        """The cache is as plain decoding leaves it."""
+
+    def _advance(self, outputs: Any, num_new: int):
+        self._outputs = outputs
+        self.model_kwargs = self.target._update_model_kwargs_for_generation(
+            outputs, self.model_kwargs, num_new_tokens=num_new
+        )
+
+
+class OwnPace:
+    """
+    Each row advances by its own acceptance and leaves when it has ended: rejected tokens stay in the cache, masked.
+
+    Args:
+        target, cache, model_kwargs: as for [`Lockstep`].
+        generation_config (`GenerationConfig`): says whether the cache is given back.
+        max_length (`int`, *optional*): the limit of all rows, prompt included.
+        sequences (`Sequences`): the prompts.
+        length (`int`): entries of the cache after the prefill.
+    """
+
+    lockstep = False
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        cache: Cache,
+        model_kwargs: dict[str, Any],
+        generation_config: GenerationConfig,
+        max_length: int | None,
+        sequences: Sequences,
+        length: int,
+    ):
+        self.target, self.cache, self.model_kwargs, self.max_length = target, cache, model_kwargs, max_length
+        self.prompt_length, self.slot_offset = sequences.lengths[0], length - sequences.lengths[0]
+        mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+        slots = torch.arange(length, device=sequences.device).expand(len(sequences), -1)
+        visible = torch.ones_like(slots, dtype=torch.bool) if mask is None else mask.bool().to(slots.device)
+        self.ragged = RaggedCache(cache, slots, visible)
+        self.next_position = visible.sum(-1) if position_ids is None else position_ids[:, -1].to(slots.device) + 1
+        # What was in the cache of rows that have left, where the caller will want it.
+        self._left: dict[int, CachedRow] | None = {} if is_returned(cache, generation_config) else None
+
+    @staticmethod
+    def suits(target: PreTrainedModel, cache: Cache, model_kwargs: dict[str, Any]) -> bool:
+        """Whether `target` takes a position for each token, and `cache` may have holes; warns once of the latter."""
+        position_ids = model_kwargs.get("position_ids")
+        # Other tensors along the sequence follow no row of their own.
+        if (
+            "position_ids" not in inspect.signature(target.forward).parameters
+            or (position_ids is not None and position_ids.dim() != 2)
+            or any(model_kwargs.get(name) is not None for name in ("token_type_ids", "mm_token_type_ids"))
+        ):
+            return False
+        if not can_have_holes(cache):
+            logger.warning_once(
+                f"The cache of {type(target).__name__} cannot hold rows of different lengths, so all rows of a batch "
+                "advance by the shortest acceptance among them."
+            )
+            return False
+        return True
+
+    def start(self, outputs: Any):
+        """The prefill has committed one token in each row; it is in no cache yet."""
+
+    def inputs(self, sequences: Sequences, proposal: Proposal) -> dict[str, Any]:
+        """Arguments of a target pass over anchors and proposals."""
+        block = torch.cat([sequences.last(), proposal.proposal_ids], dim=-1)
+        position_ids = self.next_position[:, None] + torch.arange(block.shape[1], device=block.device)
+        if self.max_length is not None:
+            # A row near the limit is offered more than it can take; no position past the limit may be touched.
+            room = [self.max_length - 1 - length for length in sequences.lengths]
+            last = self.next_position + torch.tensor(room, device=block.device)
+            position_ids = torch.minimum(position_ids, last[:, None])
+        model_kwargs = {
+            **self.model_kwargs,
+            CACHE_NAME: self.cache,
+            "attention_mask": torch.cat([self.ragged.visible, torch.ones_like(block, dtype=torch.bool)], -1).long(),
+            "position_ids": position_ids,
+        }
+        return self.target.prepare_inputs_for_generation(
+            block, next_sequence_length=block.shape[1], is_first_iteration=False, **model_kwargs
+        )
+
+    def commit(
+        self, outputs: Any, logits: torch.Tensor, verified: Verification, sequences: Sequences, record: Record
+    ) -> torch.BoolTensor:
+        """As for [`Lockstep`]; what a row did not commit is hidden from it."""
+        longest, device = max(verified.num_new), sequences.device
+        offsets, num_new = torch.arange(longest, device=device), torch.tensor(verified.num_new, device=device)
+        committed = offsets < num_new[:, None]
+        lengths = torch.tensor(sequences.lengths, device=device)
+        self.cache.crop(-(logits.shape[1] - longest))
+        self.ragged.append((self.slot_offset + lengths - 1)[:, None] + offsets, committed)
+        self.ragged.tidy()
+        self.next_position = self.next_position + num_new
+        first = [length - self.prompt_length for length in sequences.lengths]
+        record.add_ragged_round(outputs, logits, verified.scores, sequences.rows, first, verified.num_new)
+        return committed
+
+    def drop(self, entries: list[int], kept: list[int], sequences: Sequences) -> bool:
+        """
+        Let go of rows that have ended.
+
+        Args:
+            entries (`list[int]`): the rows to let go, and `kept` the others, both by their place in `sequences`.
+        """
+        if self._left is not None:
+            self._left.update((sequences.rows[entry], self.ragged.take_row(entry)) for entry in entries)
+        if not entries or not kept:
+            return False
+        index = torch.tensor(kept, device=sequences.device)
+        self.ragged.keep(index)
+        self.next_position = self.next_position[index]
+        self.model_kwargs = {
+            name: value[index.to(value.device)]
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == len(sequences)
+            else value
+            for name, value in self.model_kwargs.items()
+        }
+        return True
+
+    def finish(self, length: int):
+        """Give the cache back as plain decoding leaves it: all rows, each entry in its place, `length` new tokens."""
+        if self._left is not None:
+            rows = [self._left[row] for row in sorted(self._left)]
+            self.ragged.restore(rows, self.slot_offset + self.prompt_length + length - 1)
+
+
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How many proposals is a round worth? As many as were asked for, or as many as pay for their own verification."""
+
+import threading
+import time
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+
+# A round in this many drafts even where drafting has not paid, to notice when it would.
+_EXPLORE_EVERY = 32
+# Passes of a width before its time is believed, and the weight of a new measurement from then on.
+_ENOUGH, _FRESH = 3, 0.1
+_BINS = 10
+
+
+class TargetCosts:
+    """
+    Seconds of a target pass on this machine, by the number of tokens in it: `fixed + per_token * tokens`.
+
+    Measured while generating and shared by all calls and threads that use the target.
+    """
+
+    _known: ClassVar["WeakKeyDictionary[PreTrainedModel, TargetCosts]"] = WeakKeyDictionary()
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self):
+        self._seconds: dict[int, float] = {}
+        self._counts: dict[int, int] = {}
+
+    @classmethod
+    def of(cls, target: PreTrainedModel) -> "TargetCosts":
+        with cls._lock:
+            return cls._known.setdefault(target, cls())
+
+    def add(self, tokens: int, seconds: float):
+        """A pass over `tokens` took `seconds`."""
+        with self._lock:
+            count = self._counts.get(tokens, 0)
+            old = self._seconds.get(tokens, seconds)
+            # The first passes of a width may include a warm-up: the quickest of them counts.
+            new = min(old, seconds) if count < _ENOUGH else old + _FRESH * (seconds - old)
+            self._seconds[tokens], self._counts[tokens] = new, count + 1
+
+    def is_known(self, tokens: int) -> bool:
+        return self._counts.get(tokens, 0) >= _ENOUGH
+
+    def per_token(self) -> float | None:
+        """Seconds that one more token in a pass costs; `None` before two widths are known."""
+        with self._lock:
+            points = [(n, self._seconds[n]) for n, count in self._counts.items() if count >= _ENOUGH]
+        if len(points) < 2:
+            return None
+        mean_n, mean_t = (sum(values) / len(points) for values in zip(*points, strict=True))
+        spread = sum((n - mean_n) ** 2 for n, _ in points)
+        return max(0.0, sum((n - mean_n) * (t - mean_t) for n, t in points) / spread)
+
+
+def _bin(confidence: float) -> int:
+    return min(int(confidence * _BINS), _BINS - 1)
+
+
+def _blend(old: float | None, new: float) -> float:
+    return new if old is None else old + _FRESH * (new - old)
+
+
+class Schedule:
+    """
+    Decides, for one call of `generate`, when a rollout ends.
+
+    With `num_assistant_tokens_schedule="constant"` (the default) a round offers `num_proposals`. With `"heuristic"` it
+    stops where the chance that the next proposal still counts, times the time a token takes, is less than what the
+    proposal costs in the target's pass; and rounds are left undrafted while drafting as a whole does not pay. Chances
+    are the draft's own confidences, corrected by how often they came true in this call. In both cases
+    `assistant_confidence_threshold` ends a rollout after a proposal that the draft believes in less.
+
+    Args:
+        generation_config (`GenerationConfig`): read for the two options above.
+        num_proposals (`int`): the most that a round may offer.
+        target (`PreTrainedModel`): whose passes are measured.
+        lockstep (`bool`): whether a proposal counts only where all rows take theirs.
+    """
+
+    def __init__(
+        self, generation_config: GenerationConfig, num_proposals: int, target: PreTrainedModel, lockstep: bool
+    ):
+        self.num_proposals, self.lockstep = num_proposals, lockstep
+        self.threshold = asked_for(generation_config, "assistant_confidence_threshold")
+        self.adapts = asked_for(generation_config, "num_assistant_tokens_schedule") in (
+            "heuristic",
+            "heuristic_transient",
+        )
+        self.costs = TargetCosts.of(target)
+        self._hits, self._trials = [0.0] * _BINS, [0.0] * _BINS
+        self._round = 0
+        # Of the last drafted rounds: seconds that drafting took, and tokens that it gained in each row.
+        self._cost: float | None = None
+        self._gain: float | None = None
+        self._started, self._tokens = time.perf_counter(), 0
+        # Of the current round.
+        self.confidences: list[list[float]] = []
+        self._reach: list[float] = []
+        self._per_token: float | None = None
+
+    @property
+    def watches(self) -> bool:
+        """Whether `goes_on` must be asked after each proposal."""
+        return self.adapts or self.threshold is not None
+
+    def budget(self, num_rows: int) -> int:
+        """How many proposals this round may offer; 0 leaves the draft out of it."""
+        self._round += 1
+        self.confidences, self._reach = [], [1.0] * num_rows
+        self._per_token = self.costs.per_token() if self.adapts else None
+        if not self.adapts:
+            return self.num_proposals
+        if self._per_token is None:
+            # Two widths must be known: whole blocks and bare passes take turns.
+            return self.num_proposals if self._round % 2 else 0
+        if self._cost is None or self._gain is None or self._round < 8 or self._round % _EXPLORE_EVERY == 0:
+            return self.num_proposals
+        return self.num_proposals if self._gain * num_rows * self._seconds_per_token() > self._cost else 0
+
+    def goes_on(self, logits: torch.Tensor, token_ids: torch.LongTensor) -> bool:
+        """
+        Whether to make another proposal after `token_ids` `[n]`, chosen by processed `logits` `[n, V]`.
+        """
+        confidence = (
+            logits.gather(-1, token_ids[:, None].to(logits.device))[:, 0].float() - logits.float().logsumexp(-1)
+        ).exp()
+        confidences = confidence.nan_to_num(0.0).tolist()
+        self.confidences.append(confidences)
+        if self.threshold is not None and max(confidences) < self.threshold:
+            return False
+        if self._per_token is None:
+            return True
+        self._reach = [reach * self._chance(c) for reach, c in zip(self._reach, confidences, strict=True)]
+        # The next proposal is about as likely to be taken as this one was.
+        chances = [reach * self._chance(c) for reach, c in zip(self._reach, confidences, strict=True)]
+        rows = len(chances)
+        if self.lockstep:
+            expected = rows * float(torch.tensor(chances).prod())
+        else:
+            expected = sum(chances)
+        return expected * self._seconds_per_token() > self._per_token * rows
+
+    def learn(self, verified: Verification, num_proposals: int, draft_seconds: float, verify_seconds: float):
+        """
+        What came of a round.
+
+        Args:
+            verified (`Verification`): of the round.
+            num_proposals (`int`): offered to each row.
+            draft_seconds, verify_seconds (`float`): time of the two parts.
+        """
+        rows, tokens = len(verified.num_new), sum(verified.num_new)
+        self._tokens += tokens
+        if not self.adapts:
+            return
+        self.costs.add(rows * (num_proposals + 1), verify_seconds)
+        if num_proposals == 0:
+            return
+        cost = draft_seconds + (self._per_token or 0.0) * rows * num_proposals
+        self._cost = _blend(self._cost, cost)
+        self._gain = _blend(self._gain, tokens / rows - 1)
+        for row, (count, rejected) in enumerate(zip(verified.num_new, verified.rejected, strict=True)):
+            # What stood, and what fell; what follows was never judged.
+            for k, stood in enumerate([True] * (count - 1) + [False] * rejected):
+                if k < len(self.confidences):
+                    bin_ = _bin(self.confidences[k][row])
+                    self._hits[bin_] += stood
+                    self._trials[bin_] += 1
+
+    def _chance(self, confidence: float) -> float:
+        """How often a proposal of this confidence is taken: the confidence itself, until there is more to go by."""
+        bin_ = _bin(confidence)
+        return (self._hits[bin_] + 4 * confidence) / (self._trials[bin_] + 4)
+
+    def _seconds_per_token(self) -> float:
+        return (time.perf_counter() - self._started) / max(self._tokens, 1)
+
+
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How does a draft propose? One backbone pass for the block, then the head's rollout, token by token."""
 
 import torch
 from transformers import LogitsProcessorList
 from transformers.cache_utils import DynamicCache
 
-
-
-@dataclass
-class Proposal:
-    """
-    Tokens offered after the anchors.
-
-    Attributes:
-        proposal_ids (`torch.LongTensor` of shape `[n, K]`): on the target's device.
-        probabilities (`torch.FloatTensor` of shape `[n, K, V]`, *optional*): when sampling, the distribution that
-            each was drawn from.
-        finite (`torch.BoolTensor` of shape `[]`, *optional*): whether the logits they come from are finite numbers.
-    """
-
-    proposal_ids: torch.LongTensor
-    probabilities: torch.Tensor | None = None
-    finite: torch.Tensor | None = None
 
 
 class DraftState:
@@ -777,6 +1294,7 @@ def rollout(
     logits_processor: LogitsProcessorList,
     do_sample: bool,
     use_head: bool,
+    schedule: Schedule,
 ) -> Proposal:
     """
     Choose proposals one after another: base logits, plus the head's correction given the tokens before.
@@ -789,6 +1307,7 @@ def rollout(
         logits_processor: applied to the final logits, so that proposals obey what the target's choice will obey.
         do_sample (`bool`): draw each proposal from its processed distribution, rather than take the likeliest.
         use_head (`bool`): `False` takes the base logits alone (DFlash).
+        schedule (`Schedule`): may end the rollout before K proposals are made.
     """
     config = draft.config
     anchor = sequences.last()
@@ -798,7 +1317,7 @@ def rollout(
     use_head = use_head and config.has_head
     finite = torch.isfinite(base_logits.amax())
 
-    if not use_head and not logits_processor and not do_sample:
+    if not use_head and not logits_processor and not do_sample and not schedule.watches:
         return Proposal(base_logits.argmax(-1).to(anchor.device), finite=finite)
 
     rows = list(range(len(sequences)))
@@ -828,136 +1347,9 @@ def rollout(
             token = logits.argmax(-1).to(anchor.device)
         sequences.put(token, k)
         proposal_ids.append(token)
+        if schedule.watches and k + 1 < num_proposals and not schedule.goes_on(logits, token):
+            break
     return Proposal(torch.stack(proposal_ids, dim=-1), torch.stack(probabilities, dim=1) if do_sample else None, finite)
-
-
-# Copyright 2026 The domino_spec authors.
-# SPDX-License-Identifier: Apache-2.0
-"""What is kept of a proposal? The rule that makes the output exactly the target's own."""
-
-from dataclasses import dataclass, field
-
-import torch
-from transformers import LogitsProcessorList, StoppingCriteriaList
-
-
-
-@dataclass
-class Verification:
-    """
-    What a round commits.
-
-    Attributes:
-        num_new (`list[int]`): new tokens of each row: accepted proposals and the bonus token, or fewer where a stop
-            or, in lockstep, another row cut them; 0 for a row that had stopped before.
-        stopped (`list[bool]`): which rows end here, or have ended before.
-        scores (`list[torch.Tensor]`): with `keep_scores`, the processed float32 scores of each offset `[n, V]`; only
-            the entries of committed tokens mean anything.
-    """
-
-    num_new: list[int]
-    stopped: list[bool]
-    scores: list[torch.Tensor] = field(default_factory=list)
-
-
-def verify(
-    sequences: Sequences,
-    proposal: Proposal,
-    logits: torch.Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    stopped: list[bool],
-    do_sample: bool,
-    lockstep: bool,
-    pad_token_id: torch.LongTensor | None = None,
-    keep_scores: bool = False,
-    past_scores: tuple[torch.Tensor, ...] | None = None,
-) -> Verification:
-    """
-    Accept proposals by the target's word, then take one token of its own.
-
-    Greedy: a proposal stands while it is the target's choice. Sampling: proposal x, drawn from q, stands with
-    probability min(1, p(x) / q(x)), else a token is drawn from max(p - q, 0) renormalised; p and q are the processed
-    distributions of target and draft (Leviathan et al., arXiv 2211.17192). Either way the tokens are distributed as
-    token-by-token decoding distributes them.
-
-    In lockstep, processors and criteria see exactly the calls that token-by-token decoding would make, in its order:
-    the same prefixes, the whole batch, one call for each committed token and none beyond a stop. So also those that
-    count or remember give the plain result. All rows then commit as many tokens as the first to be rejected. Out of
-    lockstep each row goes as far as it can, and only what looks at single rows may be called.
-
-    Args:
-        sequences (`Sequences` of n rows): committed tokens, the anchor last. The new tokens are written behind them;
-            committing is the caller's.
-        proposal (`Proposal`): K tokens for each row; K may be 0.
-        logits (`torch.FloatTensor` of shape `[n, K + 1, V]`): of the target, after the anchor and each proposal.
-        logits_processor, stopping_criteria: as prepared by `generate`.
-        stopped (`list[bool]`): rows that have ended before; they take padding in lockstep, nothing otherwise.
-        do_sample (`bool`), lockstep (`bool`): as above.
-        pad_token_id (`torch.LongTensor` of shape `[]`, *optional*): what ended rows write; `None` lets them go on.
-        keep_scores (`bool`), past_scores: whether to return scores, and those of all earlier new tokens, which
-            criteria may read.
-    """
-    num_rows, num_proposals = proposal.proposal_ids.shape
-    rows = list(range(num_rows))
-    stopped = list(stopped)
-    num_new = [0] * num_rows
-    live = [row for row in rows if lockstep or not stopped[row]]
-
-    # Without processors all choices are known at once, for one synchronisation a round.
-    choices = logits.argmax(-1) if not logits_processor and not do_sample else None
-    matches = [] if choices is None else (choices[:, :-1] == proposal.proposal_ids).tolist()
-
-    def choose(k: int, members: list[int], index: Rows, scores: torch.Tensor) -> tuple[torch.LongTensor, list[bool]]:
-        """The tokens of a group at offset k, and which of them are the proposals."""
-        if choices is not None:
-            tokens = choices[index, k]
-            return tokens, [matches[row][k] for row in members] if k < num_proposals else [False] * len(members)
-        if k == num_proposals:
-            tokens = draw(scores.softmax(-1)) if do_sample else scores.argmax(-1)
-            return tokens, [False] * len(members)
-        offered = proposal.proposal_ids[index, k]
-        if do_sample:
-            assert proposal.probabilities is not None
-            tokens, stand = accept_or_draw(scores, offered, proposal.probabilities[index, k])
-        else:
-            tokens = scores.argmax(-1)
-            stand = tokens == offered
-        return tokens, stand.tolist()
-
-    new_scores: list[torch.Tensor] = []
-    for k in range(num_proposals + 1):
-        accepted = [False] * num_rows
-        if keep_scores:
-            new_scores.append(torch.zeros_like(logits[:, k]))
-        for members, index, prefix in sequences.groups(live, k):
-            scores = sequences.process(logits_processor, members, prefix, logits[index, k])
-            if keep_scores:
-                new_scores[k][index] = scores
-            tokens, stand = choose(k, members, index, scores)
-            ended = [stopped[row] for row in members]
-            if pad_token_id is not None and any(ended):
-                tokens = torch.where(torch.tensor(ended, device=tokens.device), pad_token_id, tokens)
-            sequences.put_rows(index, prefix.shape[1], tokens)
-            for row, stands in zip(members, stand, strict=True):
-                accepted[row] = stands
-
-        seen = None if past_scores is None else (*past_scores, *new_scores)
-        for members, _, prefix in sequences.groups(live, k + 1):
-            for row, stop in zip(members, stopping_criteria(prefix, seen).tolist(), strict=True):
-                stopped[row] = stopped[row] or stop
-        for row in live:
-            num_new[row] = k + 1
-        if lockstep:
-            # Ended rows write padding and hold no one up, unless they have none to write.
-            holding = [row for row in rows if not accepted[row] and (pad_token_id is None or not stopped[row])]
-            if all(stopped) or holding:
-                break
-        else:
-            live = [row for row in live if accepted[row] and not stopped[row]]
-            if not live:
-                break
-    return Verification(num_new, stopped, new_scores)
 
 
 # Copyright 2026 The domino_spec authors.
@@ -968,7 +1360,6 @@ The loop is ours and not the host's: the host's takes the draft's word on fewer 
 handling of blocks has differed between versions. It is entered with everything that `generate` has prepared.
 """
 
-import inspect
 import time
 from typing import Any
 
@@ -1016,8 +1407,8 @@ def proposals_per_round(config: Any, generation_config: GenerationConfig) -> int
     asking for `block_size` of them. `generate` fills the option in where a user left it out, so its default counts as
     left out.
     """
-    asked = generation_config.num_assistant_tokens
-    if asked is None or asked == default_num_assistant_tokens():
+    asked = asked_for(generation_config, "num_assistant_tokens")
+    if asked is None:
         return config.block_size - 1
     return max(0, min(asked, config.block_size - (0 if config.shift_label else 1)))
 
@@ -1040,9 +1431,6 @@ def _check_cache(cache: Cache | None, target: PreTrainedModel) -> Cache:
 class _Decoding:
     """
     One call of `generate`: what is decided so far, and the steps of a round.
-
-    Rows of a batch advance each at its own pace where the target's cache allows it (the attributes of ragged rounds
-    are then set), else in lockstep.
 
     Args:
         draft, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer, use_head,
@@ -1069,7 +1457,6 @@ class _Decoding:
         self.generation_config, self.use_head = generation_config, use_head
         self.logits_processor, self.stopping_criteria, self.streamer = logits_processor, stopping_criteria, streamer
         self.draft_processors = draft_processors(logits_processor)
-        self.num_proposals = proposals_per_round(draft.config, generation_config)
         self.do_sample = bool(generation_config.do_sample)
         # As in plain decoding: without an end of sequence, rows that a criterion has stopped go on until all are.
         self.pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
@@ -1083,7 +1470,6 @@ class _Decoding:
         # Whether the rows that still run end here, and what the others were when they ended.
         self.stopped = [False] * self.num_rows
         self.finished: dict[int, torch.LongTensor] = {}
-        self.finished_cache: dict[int, CachedRow] = {}
         self.record = Record(generation_config, self.num_rows)
         self.acceptance_lengths: list[list[int]] = [[] for _ in range(self.num_rows)]
         self.num_streamed = 0
@@ -1103,42 +1489,42 @@ class _Decoding:
         self.cache = _check_cache(outputs.get(CACHE_NAME), self.target)
         features = self.capture.take(self.draft.device)
         logits = self._logits(outputs, 1)
-        self.ragged = self._ragged_cache(past_length + features.shape[1])
-        self.features, self.visible = self._first_context(features, past_length)
+        self.pace = self._pace(past_length + features.shape[1])
+        # Context that the draft has not seen yet: features, and which of them are of tokens.
+        self.context = [self._first_context(features, past_length)]
+        self.schedule = Schedule(
+            self.generation_config,
+            proposals_per_round(self.draft.config, self.generation_config),
+            self.target,
+            self.pace.lockstep,
+        )
 
         verified = self._verify(Proposal(input_ids.new_empty(self.num_rows, 0)), logits, lockstep=True)
         self.record.add_prefill(outputs, logits, verified.scores)
-        if self.ragged is None:
-            self._advance(outputs, 1)
+        self.pace.start(outputs)
         self._commit(verified)
         self.seconds["prefill"] = time.perf_counter() - self.started
 
-    def _ragged_cache(self, length: int) -> RaggedCache | None:
-        """The target's cache as one whose rows may advance at their own pace, or `None` for lockstep."""
-        if self.num_rows == 1:
-            return None
-        mask, position_ids = self.model_kwargs.get("attention_mask"), self.model_kwargs.get("position_ids")
-        # Attentions are given key by key, and other tensors along the sequence follow no row of their own.
+    def _pace(self, length: int) -> Lockstep | OwnPace:
+        """How rows will advance, with `length` entries in the target's cache."""
         if (
-            self.generation_config.output_attentions
-            or not are_row_wise(self.logits_processor, self.stopping_criteria, self.pads)
-            or "position_ids" not in inspect.signature(self.target.forward).parameters
-            or (position_ids is not None and position_ids.dim() != 2)
-            or any(self.model_kwargs.get(name) is not None for name in ("token_type_ids", "mm_token_type_ids"))
+            self.num_rows > 1
+            # Attentions are given key by key, so no key may be missing.
+            and not self.generation_config.output_attentions
+            and are_row_wise(self.logits_processor, self.stopping_criteria, self.pads)
+            and OwnPace.suits(self.target, self.cache, self.model_kwargs)
         ):
-            return None
-        if not can_have_holes(self.cache):
-            logger.warning_once(
-                f"The cache of {type(self.target).__name__} cannot hold rows of different lengths, so all rows of a "
-                "batch advance by the shortest acceptance among them."
+            max_length = self.stopping_criteria.max_length
+            return OwnPace(
+                self.target,
+                self.cache,
+                self.model_kwargs,
+                self.generation_config,
+                max_length,
+                self.sequences,
+                length,
             )
-            return None
-        device = self.sequences.device
-        slots = torch.arange(length, device=device).expand(self.num_rows, -1)
-        visible = torch.ones_like(slots, dtype=torch.bool) if mask is None else mask.bool().to(device)
-        self.slot_offset = length - self.prompt_length
-        self.next_position = visible.sum(-1) if position_ids is None else position_ids[:, -1].to(device) + 1
-        return RaggedCache(self.cache, slots, visible)
+        return Lockstep(self.target, self.cache, self.model_kwargs)
 
     def _first_context(self, features: torch.Tensor, past_length: int):
         """The prompt's features and which of them are of real tokens; makes the draft's state."""
@@ -1146,7 +1532,7 @@ class _Decoding:
         length = features.shape[1]
         if mask is None or bool(mask.all()):
             position = torch.full((self.num_rows,), past_length, device=device)
-            self.draft_state = DraftState(position, dense=self.ragged is None)
+            self.draft_state = DraftState(position, dense=self.pace.lockstep)
             return features, torch.ones(features.shape[:2], dtype=torch.bool, device=device)
         real = mask.bool().to(device)
         position, real = real[:, :-length].sum(-1), real[:, -length:]
@@ -1161,16 +1547,16 @@ class _Decoding:
         What the draft offers after the anchors: never more than can still be committed, so that no position past the
         limit is touched.
         """
-        started = time.perf_counter()
-        budget = self.num_proposals
+        budget = self.schedule.budget(len(self.sequences))
         if self.stopping_criteria.max_length is not None:
             budget = min(budget, self.stopping_criteria.max_length - min(self.sequences.lengths) - 1)
         if budget <= 0:
-            return Proposal(self.sequences.last().new_empty(len(self.sequences.rows), 0))
+            return Proposal(self.sequences.last().new_empty(len(self.sequences), 0))
+        started = time.perf_counter()
         self.sequences.reserve(budget + 1)
-        hidden = draft_hidden(
-            self.draft, self.parts, self.draft_state, self.features, self.sequences.last(), self.visible
-        )
+        features, visible = (torch.cat(parts, dim=1) for parts in zip(*self.context, strict=True))
+        self.context = []
+        hidden = draft_hidden(self.draft, self.parts, self.draft_state, features, self.sequences.last(), visible)
         proposal = rollout(
             self.draft,
             self.parts,
@@ -1180,13 +1566,14 @@ class _Decoding:
             self.draft_processors,
             self.do_sample,
             self.use_head,
+            self.schedule,
         )
         if not proposal.finite:
             logger.warning_once(
                 "The draft's logits are not finite, so its proposals are noise (the output is still the target's). "
                 f"Its dtype is {self.draft.dtype}; try another, or check its weights."
             )
-        self.seconds["draft"] += time.perf_counter() - started
+        proposal.seconds = time.perf_counter() - started
         return proposal
 
     def verify(self, proposal: Proposal):
@@ -1196,25 +1583,14 @@ class _Decoding:
         outputs = self._target_pass(proposal)
         features = self.capture.take(self.draft.device)
         logits = self._logits(outputs, width)
-        verified = self._verify(proposal, logits, lockstep=self.ragged is None)
-        self.seconds["verify"] += time.perf_counter() - started
+        verified = self._verify(proposal, logits, self.pace.lockstep)
+        seconds = time.perf_counter() - started
+        self.schedule.learn(verified, width - 1, proposal.seconds, seconds)
+        self.seconds["draft"] += proposal.seconds
+        self.seconds["verify"] += seconds
 
-        longest = max(verified.num_new)
-        self.cache.crop(-(width - longest))
-        self.features = features[:, :longest]
-        offsets = torch.arange(longest, device=self.sequences.device)
-        num_new = torch.tensor(verified.num_new, device=self.sequences.device)
-        visible = offsets < num_new[:, None]
-        self.visible = visible.to(self.draft.device)
-        if self.ragged is None:
-            self.record.add_round(outputs, self.cache, logits, verified.scores, longest)
-            self._advance(outputs, longest)
-        else:
-            lengths = torch.tensor(self.sequences.lengths, device=self.sequences.device)
-            self.ragged.append((self.slot_offset + lengths - 1)[:, None] + offsets, visible)
-            self.next_position = self.next_position + num_new
-            first = [length - self.prompt_length for length in self.sequences.lengths]
-            self.record.add_ragged_round(outputs, logits, verified.scores, self.sequences.rows, first, verified.num_new)
+        committed = self.pace.commit(outputs, logits, verified, self.sequences, self.record)
+        self.context.append((features[:, : committed.shape[1]], committed.to(self.draft.device)))
         for row, count in zip(self.sequences.rows, verified.num_new, strict=True):
             self.acceptance_lengths[row].append(count)
         self._commit(verified)
@@ -1225,42 +1601,11 @@ class _Decoding:
         self.cache.crop(-1)
 
     def _target_pass(self, proposal: Proposal):
-        inputs = self._block_inputs(proposal) if self.ragged is None else self._ragged_inputs(proposal)
+        inputs = self.pace.inputs(self.sequences, proposal)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = proposal.proposal_ids.shape[1] + 1
         self.capture.clear()
         return self.target(**inputs, return_dict=True)
-
-    def _block_inputs(self, proposal: Proposal) -> dict[str, Any]:
-        num_new, model_kwargs = proposal.proposal_ids.shape[1], dict(self.model_kwargs)
-        if num_new > 0:
-            model_kwargs = self.target._update_model_kwargs_for_generation(
-                self.outputs, model_kwargs, num_new_tokens=num_new
-            )
-        return self.target.prepare_inputs_for_generation(
-            torch.cat([self.sequences.prefix(), proposal.proposal_ids], dim=-1),
-            next_sequence_length=num_new + 1,
-            is_first_iteration=False,
-            **model_kwargs,
-        )
-
-    def _ragged_inputs(self, proposal: Proposal) -> dict[str, Any]:
-        block = torch.cat([self.sequences.last(), proposal.proposal_ids], dim=-1)
-        position_ids = self.next_position[:, None] + torch.arange(block.shape[1], device=block.device)
-        if self.stopping_criteria.max_length is not None:
-            # A row near the limit is offered more than it can take; no position past the limit may be touched.
-            room = [self.stopping_criteria.max_length - 1 - length for length in self.sequences.lengths]
-            last = self.next_position + torch.tensor(room, device=block.device)
-            position_ids = torch.minimum(position_ids, last[:, None])
-        model_kwargs = {
-            **self.model_kwargs,
-            CACHE_NAME: self.cache,
-            "attention_mask": torch.cat([self.ragged.visible, torch.ones_like(block, dtype=torch.bool)], -1).long(),
-            "position_ids": position_ids,
-        }
-        return self.target.prepare_inputs_for_generation(
-            block, next_sequence_length=block.shape[1], is_first_iteration=False, **model_kwargs
-        )
 
     def _logits(self, outputs, width: int) -> torch.Tensor:
         return outputs.logits[:, -width:].to(device=self.sequences.device, dtype=torch.float32, copy=True)
@@ -1281,50 +1626,26 @@ class _Decoding:
             past_scores=None if self.record.scores is None else tuple(self.record.scores),
         )
 
-    def _advance(self, outputs, num_new: int):
-        """What plain decoding does to its arguments after each token."""
-        self.outputs = outputs
-        self.model_kwargs = self.target._update_model_kwargs_for_generation(
-            outputs, self.model_kwargs, num_new_tokens=num_new
-        )
-
     def _commit(self, verified: Verification):
         """Take the new tokens, hand them to the streamer, and let go of rows that have ended."""
         for entry, count in enumerate(verified.num_new):
             self.sequences.lengths[entry] += count
         self.stopped = verified.stopped
-        if self.ragged is not None:
-            self._drop_stopped()
-            self.ragged.tidy()
+        self._drop_stopped()
         if self.streamer is not None:
             self._stream()
 
     def _drop_stopped(self):
+        ended = [entry for entry, stopped in enumerate(self.stopped) if stopped]
         kept = [entry for entry, stopped in enumerate(self.stopped) if not stopped]
-        if len(kept) == len(self.sequences.rows):
-            return
-        for entry, row in enumerate(self.sequences.rows):
-            if self.stopped[entry]:
-                self.finished[row] = self.sequences.row(entry)
-                if is_returned(self.cache, self.generation_config):
-                    self.finished_cache[row] = self.ragged.take_row(entry)
-        num_running = len(self.sequences)
-        if not kept:
-            return
-        self.stopped = [False] * len(kept)
-        index = torch.tensor(kept, device=self.sequences.device)
-        self.sequences.keep(kept)
-        self.ragged.keep(index)
-        self.next_position = self.next_position[index]
-        self.model_kwargs = {
-            name: value[index.to(value.device)]
-            if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == num_running
-            else value
-            for name, value in self.model_kwargs.items()
-        }
-        index = index.to(self.draft.device)
-        self.draft_state.keep(index)
-        self.features, self.visible = self.features[index], self.visible[index]
+        ended_rows = {self.sequences.rows[entry]: self.sequences.row(entry) for entry in ended}
+        if self.pace.drop(ended, kept, self.sequences):
+            self.finished |= ended_rows
+            self.sequences.keep(kept)
+            self.stopped = [False] * len(kept)
+            index = torch.tensor(kept, device=self.draft.device)
+            self.draft_state.keep(index)
+            self.context = [(features[index], visible[index]) for features, visible in self.context]
 
     @property
     def done(self) -> bool:
@@ -1356,9 +1677,7 @@ class _Decoding:
     def result(self) -> DominoGenerateOutput | torch.LongTensor:
         """What `generate` returns."""
         sequences = self._padded()
-        if self.ragged is not None and self.finished_cache:
-            rows = [self.finished_cache[row] for row in range(self.num_rows)]
-            self.ragged.restore(rows, self.slot_offset + sequences.shape[1] - 1)
+        self.pace.finish(sequences.shape[1] - self.prompt_length)
         if not self.generation_config.return_dict_in_generate:
             return sequences
         lengths = [torch.tensor(row, dtype=torch.long) for row in self.acceptance_lengths]
