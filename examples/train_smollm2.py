@@ -74,6 +74,8 @@ def new_draft(target, recipe: RecipeArguments) -> DominoDraftModel:
             rope_parameters=dict(config.rope_parameters),
             max_position_embeddings=config.max_position_embeddings,
             num_target_layers=config.num_hidden_layers,
+            # By these a pipeline tells that target and draft share a tokenizer.
+            **{name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
             target_layer_ids=recipe.target_layer_ids,
             block_size=recipe.block_size,
             # <reponame>: a reserved token that chat text never holds.

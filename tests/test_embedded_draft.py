@@ -4,7 +4,7 @@
 
 import pytest
 import torch
-from transformers import AutoModel
+from transformers import AutoModel, pipeline
 
 from domino_spec.checkpoints import default_draft_path, load_default_target
 from domino_spec.evaluation.benchmark import encode
@@ -49,3 +49,13 @@ def test_with_its_target_it_drafts_and_changes_nothing(draft, target_and_tokeniz
     assert torch.equal(output.sequences, plain.sequences)
     # Measured 2 and more on such prompts; a fault in the draft's path shows in nothing but this.
     assert output.acceptance_lengths.float().mean() > 1.4
+
+
+def test_a_pipeline_takes_it_without_a_word_about_tokenizers(draft, target_and_tokenizer):
+    target, tokenizer = target_and_tokenizer
+    conversation = [{"role": "user", "content": QUESTION}]
+    answers = []
+    for extra in ({}, {"assistant_model": draft}):
+        generator = pipeline("text-generation", model=target, tokenizer=tokenizer, **extra)
+        answers.append(generator(conversation, max_new_tokens=24, do_sample=False)[0]["generated_text"][-1]["content"])
+    assert answers[0] == answers[1] != ""
