@@ -410,7 +410,9 @@ def test_an_adapter_on_the_draft_is_used_and_the_output_stays_the_targets():
     inputs, plain, draft = good_batch(target, SPOILED)
     calls = {"max_new_tokens": 40, "pad_token_id": MASK_TOKEN, "return_dict_in_generate": True, **inputs}
     before = target.generate(**calls, assistant_model=draft)
-    wrapped = get_peft_model(draft, LoraConfig(r=4, target_modules=["embed_proj.2"], init_lora_weights=False))
+    wrapped = get_peft_model(
+        draft, LoraConfig(r=4, lora_alpha=4000, target_modules=["embed_proj.2"], init_lora_weights=False)
+    )
     adapted = target.generate(**calls, assistant_model=wrapped)
     with wrapped.disable_adapter():
         disabled = target.generate(**calls, assistant_model=wrapped)
