@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from batching import GoodBatchDraft, padded_batch
-from helpers import ARCHITECTURES, MASK_TOKEN, make_draft, make_target, random_tokens
+from helpers import ARCHITECTURES, MASK_TOKEN, VOCAB, make_draft, make_target, random_tokens
 from peft import LoraConfig, get_peft_model
 from random_cases import check_batch_case, draw_batch_case
 from test_generate_lossless import OPTIONS, PrefixProcessor, cached_target, expected_acceptance
@@ -420,3 +420,26 @@ def test_an_adapter_on_the_draft_is_used_and_the_output_stays_the_targets():
         assert output.sequences.tolist() == plain.tolist()
     assert disabled.acceptance_lengths.tolist() == before.acceptance_lengths.tolist()
     assert adapted.acceptance_lengths.tolist() != before.acceptance_lengths.tolist()
+
+
+@pytest.mark.parametrize("head", [True, False], ids=["head", "no-head"])
+@pytest.mark.parametrize("size", [VOCAB + 7, 128], ids=["more tokens", "padded"])
+def test_a_target_with_a_resized_vocabulary_is_served_by_a_resized_draft(size, head, tmp_path):
+    target = make_target(attn_implementation="sdpa")
+    draft = make_draft(target, attn_implementation="sdpa", head=head)
+    target.resize_token_embeddings(size, mean_resizing=False)
+    inputs = padded_batch(LENGTHS, seed=3)
+    with pytest.raises(ValueError, match=rf"resize_token_embeddings\({size}\)"):
+        target.generate(**inputs, max_new_tokens=5, assistant_model=draft)
+    old = draft.embed_proj[2].weight.clone() if head else None
+    draft.resize_token_embeddings(size)
+    if head:
+        weight = draft.embed_proj[2].weight
+        assert weight.shape[0] == size and torch.equal(weight[:VOCAB], old) and not weight[VOCAB:].any()
+    plain = target.generate(**inputs, max_new_tokens=20, pad_token_id=MASK_TOKEN)
+    draft.save_pretrained(tmp_path)
+    for assistant in (draft, type(draft).from_pretrained(tmp_path)):
+        ours = target.generate(**inputs, max_new_tokens=20, pad_token_id=MASK_TOKEN, assistant_model=assistant)
+        assert ours.tolist() == plain.tolist()
+    with pytest.raises(ValueError, match="mask_token_id"):
+        draft.resize_token_embeddings(MASK_TOKEN)
