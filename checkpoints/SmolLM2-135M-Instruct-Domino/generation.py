@@ -2004,9 +2004,11 @@ class DominoDecodingMixin:
             pairs.append(("vocabulary", "vocab_size", config.vocab_size, head.weight.shape[0]))
         for what, name, ours, their in pairs:
             if ours is not None and ours != their:
+                remedy = f", or fit it with `draft.resize_token_embeddings({their})`" if name == "vocab_size" else ""
                 raise ValueError(
                     f"This draft was made for a target whose {what} is {ours} (`{name}` in its config), but "
-                    f"{type(target).__name__} has {their}: use the draft of this target, or the target of this draft."
+                    f"{type(target).__name__} has {their}: use the draft of this target, or the target of this draft"
+                    f"{remedy}."
                 )
         if embedding is not None and config.mask_token_id >= embedding.weight.shape[0]:
             raise ValueError(

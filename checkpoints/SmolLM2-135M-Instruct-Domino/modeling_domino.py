@@ -353,6 +353,41 @@ class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
             return self.embed_proj(fused)
         return nn.functional.linear(self.embed_proj[:2](fused), self.embed_proj[2].weight[token_ids])
 
+    def resize_token_embeddings(self, new_num_tokens: int, *args, **kwargs) -> nn.Module | None:
+        """
+        Fit the head to a target whose vocabulary was resized or padded, as its own `resize_token_embeddings` does.
+
+        Ids that are new get no correction: the base logits alone propose them. A draft without a head has nothing to
+        resize but its config.
+
+        Args:
+            new_num_tokens (`int`): rows of the target's output head.
+            args, kwargs: of the method in transformers; without effect here, as the draft owns no embedding.
+
+        Returns:
+            The head's last projection, or `None` without a head.
+
+        Raises:
+            ValueError: when the mask token would fall outside the vocabulary.
+        """
+        if new_num_tokens <= self.config.mask_token_id:
+            raise ValueError(
+                f"A vocabulary of {new_num_tokens} has no room for the draft's mask token (`mask_token_id` "
+                f"{self.config.mask_token_id} in its config), which its backbone was trained with: keep more ids."
+            )
+        self.config.vocab_size = new_num_tokens
+        if not self.config.has_head:
+            return None
+        old = self.embed_proj[2]
+        new = nn.Linear(old.in_features, new_num_tokens, bias=False, device=old.weight.device, dtype=old.weight.dtype)
+        kept = min(new_num_tokens, old.out_features)
+        with torch.no_grad():
+            new.weight.zero_()
+            new.weight[:kept] = old.weight[:kept]
+        new.weight.requires_grad_(old.weight.requires_grad)
+        self.embed_proj[2] = new
+        return new
+
     # Loading and saving
 
     @classmethod
