@@ -370,7 +370,7 @@ class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
         Raises:
             ValueError: when the mask token would fall outside the vocabulary.
         """
-        if new_num_tokens <= self.config.mask_token_id:
+        if new_num_tokens <= int(self.config.mask_token_id or 0):
             raise ValueError(
                 f"A vocabulary of {new_num_tokens} has no room for the draft's mask token (`mask_token_id` "
                 f"{self.config.mask_token_id} in its config), which its backbone was trained with: keep more ids."
