@@ -1058,9 +1058,6 @@ class TargetCosts:
             new = min(old, seconds) if count < _ENOUGH else old + _FRESH * (seconds - old)
             self._seconds[tokens], self._counts[tokens] = new, count + 1
 
-    def is_known(self, tokens: int) -> bool:
-        return self._counts.get(tokens, 0) >= _ENOUGH
-
     def per_token(self) -> float | None:
         """Seconds that one more token in a pass costs; `None` before two widths are known."""
         with self._lock:
@@ -1089,6 +1086,9 @@ class Schedule:
     proposal costs in the target's pass; and rounds are left undrafted while drafting as a whole does not pay. Chances
     are the draft's own confidences, corrected by how often they came true in this call. In both cases
     `assistant_confidence_threshold` ends a rollout after a proposal that the draft believes in less.
+
+    Only proposals already made and measured time decide, so sampling stays lossless; but as time is never the same
+    twice, a seed does not repeat a sampled answer with `"heuristic"`.
 
     Args:
         generation_config (`GenerationConfig`): read for the two options above.
