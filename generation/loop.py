@@ -28,7 +28,7 @@ from .pace import Lockstep, OwnPace
 from .processors import are_row_wise, draft_processors
 from .record import Record
 from .rollout import DraftState, draft_hidden, rollout
-from .schedule import Schedule
+from .schedule import Experience, Schedule
 from .sequences import Proposal, Sequences
 from .verification import Verification, verify
 
@@ -157,7 +157,7 @@ class _Decoding:
         self.schedule = Schedule(
             self.generation_config,
             proposals_per_round(self.draft.config, self.generation_config),
-            self.target,
+            Experience.of(self.target, self.draft),
             self.pace.lockstep,
         )
 
@@ -252,7 +252,7 @@ class _Decoding:
         self.seconds["verify"] += seconds
 
         committed = self.pace.commit(outputs, logits, verified, self.sequences, self.record)
-        self.context.append((features[:, : committed.shape[1]], committed.to(self.draft.device)))
+        self.context.append((features[:, : committed.shape[1]], committed.to(features.device)))
         for row, count in zip(self.sequences.rows, verified.num_new, strict=True):
             self.acceptance_lengths[row].append(count)
         self._commit(verified)

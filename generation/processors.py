@@ -69,16 +69,19 @@ def are_row_wise(logits_processor: LogitsProcessorList, criteria: StoppingCriter
     return all(type(p) in _ROW_WISE for p in logits_processor) and all(type(c) in allowed for c in criteria)
 
 
-def process_rows(
+def process(
     logits_processor: LogitsProcessorList, rows: list[int], input_ids: torch.LongTensor, scores: torch.Tensor
 ) -> torch.Tensor:
     """
-    Scores `[g, V]` of some `rows` of the batch, from row-wise processors.
+    Processed scores `[g, V]` of some `rows` of the batch; of all of them, where a processor is not row-wise.
 
     Args:
         rows (`list[int]`): which rows of the batch these are.
         input_ids (`torch.LongTensor` of shape `[g, S]`), scores (`torch.FloatTensor` of shape `[g, V]`): theirs.
     """
+    if not all(type(processor) in _ROW_WISE for processor in logits_processor):
+        return logits_processor(input_ids, scores)
+    # Called directly: a list of transformers looks up each one's arguments at every call.
     for processor in logits_processor:
         # Later versions of transformers let this one skip each row's padding: one number for each row of the batch.
         skipped = getattr(processor, "prompt_ignore_length", None)

@@ -55,7 +55,7 @@ def draft_hidden(
         draft (`DominoDraftModel`), target (`TargetParts`): the two models.
         state (`DraftState`): extended by the context, in place.
         context_hidden_states (`torch.Tensor` of shape `[n, L, T * H]`): features of the positions verified since the
-            last pass. The anchor's own features do not exist yet.
+            last pass, on the draft's device. The anchor's own features do not exist yet.
         anchor (`torch.LongTensor` of shape `[n, 1]`): the last committed token of each row.
         visible (`torch.BoolTensor` of shape `[n, L]`): `False` where a row has no such position; a dense state has
             them all.
@@ -63,14 +63,14 @@ def draft_hidden(
     size, context_length = draft.config.block_size, context_hidden_states.shape[1]
     block_ids = anchor.new_full((len(anchor), size), draft.config.mask_token_id)
     block_ids[:, :1] = anchor
-    start, masks = state.position[:, None], None
+    device, start, masks = context_hidden_states.device, state.position[:, None], None
     if state.ragged is None:
-        positions = start + torch.arange(context_length + size, device=draft.device)
+        positions = start + torch.arange(context_length + size, device=device)
         state.position = state.position + context_length
     else:
         context = start + (visible.cumsum(-1) - 1).clamp(min=0)
         state.position = state.position + visible.sum(-1)
-        block = state.position[:, None] + torch.arange(size, device=draft.device)
+        block = state.position[:, None] + torch.arange(size, device=device)
         positions = torch.cat([context, block], dim=-1)
         state.ragged.append(context, visible)
         masks = draft.layer_masks(
@@ -79,7 +79,7 @@ def draft_hidden(
             torch.cat([state.ragged.visible, torch.ones_like(block, dtype=torch.bool)], dim=-1),
         )
     hidden = draft(
-        noise_embeds=target.embed(block_ids).to(draft.device),
+        noise_embeds=target.embed(block_ids).to(device),
         context_hidden_states=context_hidden_states,
         position_ids=positions,
         attention_mask=masks,
@@ -122,10 +122,10 @@ def rollout(
     hidden = hidden[:, first : first + num_proposals]
     base_logits = target.logits(hidden)
     use_head = use_head and config.has_head
-    finite = torch.isfinite(base_logits.amax())
+    peaks = [base_logits.amax()]
 
     if not use_head and not logits_processor and not do_sample and not schedule.watches:
-        return Proposal(base_logits.argmax(-1).to(anchor.device), finite=finite)
+        return Proposal(base_logits.argmax(-1).to(anchor.device), finite=torch.isfinite(peaks[0]))
 
     rows = list(range(len(sequences)))
     token, prefix_state, proposal_ids, probabilities = anchor[:, 0], None, [], []
@@ -133,10 +133,10 @@ def rollout(
         logits = base_logits[:, k]
         if use_head:
             # The state reads every token, those of the pure draft prefix too.
-            prefix_state = draft.step(target.embed(token).to(draft.device), prefix_state)
+            prefix_state = draft.step(target.embed(token).to(hidden.device), prefix_state)
             if k >= config.pure_draft_prefix_len:
                 logits = logits + draft.correction(hidden[:, k], prefix_state).to(logits)
-                finite = finite & torch.isfinite(logits.amax())
+                peaks.append(logits.amax())
         if logits_processor or do_sample:
             logits = logits.float().to(anchor.device)
         if logits_processor:
@@ -144,6 +144,8 @@ def rollout(
             for members, index, prefix in sequences.groups(rows, k):
                 processed[index] = sequences.process(logits_processor, members, prefix, logits[index])
             logits = processed
+        if not schedule.is_worth(logits):
+            break
         if do_sample:
             q = logits.softmax(-1)
             # Where nothing is left to draw from, any draw is as good as another: the target has the last word.
@@ -154,6 +156,12 @@ def rollout(
             token = logits.argmax(-1).to(anchor.device)
         sequences.put(token, k)
         proposal_ids.append(token)
-        if schedule.watches and k + 1 < num_proposals and not schedule.goes_on(logits, token):
+        if k + 1 < num_proposals and not schedule.goes_on(logits, token):
             break
-    return Proposal(torch.stack(proposal_ids, dim=-1), torch.stack(probabilities, dim=1) if do_sample else None, finite)
+    if not proposal_ids:
+        return Proposal(anchor.new_empty(len(sequences), 0), finite=torch.isfinite(torch.stack(peaks)).all())
+    return Proposal(
+        torch.stack(proposal_ids, dim=-1),
+        torch.stack(probabilities, dim=1) if do_sample else None,
+        torch.isfinite(torch.stack(peaks)).all(),
+    )

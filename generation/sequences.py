@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from transformers import LogitsProcessorList
 
-from .processors import process_rows
+from .processors import process
 
 # Rows of a batch, to index a tensor's first dimension with.
 Rows: TypeAlias = torch.LongTensor | slice
@@ -50,7 +50,6 @@ class Sequences:
         self._tokens = input_ids
         self.lengths = [input_ids.shape[1]] * input_ids.shape[0]
         self.rows = list(range(input_ids.shape[0]))
-        self._batch_size = input_ids.shape[0]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -82,13 +81,10 @@ class Sequences:
     def process(
         self, logits_processor: LogitsProcessorList, members: list[int], prefix: torch.LongTensor, logits: torch.Tensor
     ) -> torch.Tensor:
-        """Processed scores of a group: as plain decoding calls for the whole batch, else row-wise."""
+        """Processed scores of a group, which is the whole batch unless all processors are row-wise."""
         if not logits_processor:
             return logits
-        rows = [self.rows[row] for row in members]
-        if rows == list(range(self._batch_size)):
-            return logits_processor(prefix, logits)
-        return process_rows(logits_processor, rows, prefix, logits)
+        return process(logits_processor, [self.rows[row] for row in members], prefix, logits)
 
     def put(self, token_ids: torch.LongTensor, offset: int):
         """Write `token_ids` `[n]` at `offset` behind the committed tokens of each row, without committing them."""

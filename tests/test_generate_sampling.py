@@ -124,7 +124,8 @@ COMBINATIONS = {
 }
 
 
-def make_pair():
+@pytest.fixture(scope="module")
+def pair():
     """A target and a draft of seven tokens whose distributions leave something to draw, and to reject."""
     target = make_target("qwen3", dtype=torch.float32, seed=3, vocab_size=VOCAB, attn_implementation="sdpa")
     draft = make_draft(target, seed=4, attn_implementation="sdpa", mask_token_id=0, block_size=4)
@@ -133,20 +134,21 @@ def make_pair():
     return target, draft
 
 
-@pytest.fixture(scope="module")
-def pair():
-    return make_pair()
-
-
-def exact_distribution(target, prompt, options) -> dict[tuple[int, ...], float]:
-    """Every answer of `NEW_TOKENS` tokens, with padding after an end token, and its probability."""
+def caught_processors(target, prompt, new_tokens: int, options) -> LogitsProcessorList:
+    """What `generate` makes of sampling `options`."""
     caught = []
 
     def catch(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
         caught.append(logits_processor)
         return input_ids
 
-    target.generate(prompt, custom_generate=catch, do_sample=True, max_new_tokens=NEW_TOKENS, **options)
+    target.generate(prompt, custom_generate=catch, do_sample=True, max_new_tokens=new_tokens, **options)
+    return caught[0]
+
+
+def exact_distribution(target, prompt, options) -> dict[tuple[int, ...], float]:
+    """Every answer of `NEW_TOKENS` tokens, with padding after an end token, and its probability."""
+    processors = caught_processors(target, prompt, NEW_TOKENS, options)
     end, answers = options.get("eos_token_id"), {(): 1.0}
     for _ in range(NEW_TOKENS):
         longer = {}
@@ -156,14 +158,14 @@ def exact_distribution(target, prompt, options) -> dict[tuple[int, ...], float]:
                 continue
             ids = torch.cat([prompt, torch.tensor([answer], dtype=torch.long)], dim=1)
             with torch.no_grad():
-                scores = caught[0](ids, target(ids).logits[:, -1].float())
+                scores = processors(ids, target(ids).logits[:, -1].float())
             for token, p in enumerate(scores.softmax(-1)[0].tolist()):
                 longer[(*answer, token)] = probability * p
         answers = longer
     return answers
 
 
-def compare_with_exact(pair, name: str, sizes, lockstep: bool = False) -> tuple[float, float]:
+def compare_with_exact(pair, name: str, sizes: list[int], lockstep: bool = False) -> tuple[float, float]:
     """
     Draw answers with a draft, in calls of these `sizes` (rows).
 
