@@ -16,6 +16,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.generation.streamers import BaseStreamer
 
 from .compat import DominoGenerateOutput
+from .context import vocabulary_size
 from .loop import check_supported, domino_decoding
 from .remote_code import write_code
 
@@ -79,6 +80,11 @@ class DominoDecodingMixin:
         Raises:
             ValueError: before any compute, when an option or the pair of models is not supported.
         """
+        if assistant_tokenizer is not None:
+            raise ValueError(
+                "A Domino draft proposes tokens of the target's own vocabulary: leave assistant_tokenizer out of the "
+                "call, or use an assistant model with a tokenizer of its own."
+            )
         return domino_decoding(
             self,
             target,
@@ -168,6 +174,12 @@ class DominoDecodingMixin:
             raise ValueError(
                 f"{type(target).__name__} is an encoder-decoder; a Domino draft assists decoder-only causal LMs only."
             )
+        # transformers' own mark on models whose running state cannot be put back as it was before a rejected proposal.
+        if getattr(target, "_is_stateful", False):
+            raise ValueError(
+                f"{type(target).__name__} has recurrent layers, whose state cannot forget a rejected proposal: "
+                "generate without the draft."
+            )
         config, theirs = self.config, target.config.get_text_config(decoder=True)
         embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
         pairs = [
@@ -175,7 +187,7 @@ class DominoDecodingMixin:
             ("depth", "num_target_layers", config.num_target_layers, theirs.num_hidden_layers),
         ]
         if head is not None:
-            pairs.append(("vocabulary", "vocab_size", config.vocab_size, head.weight.shape[0]))
+            pairs.append(("vocabulary", "vocab_size", config.vocab_size, vocabulary_size(head)))
         for what, name, ours, their in pairs:
             if ours is not None and ours != their:
                 remedy = f", or fit it with `draft.resize_token_embeddings({their})`" if name == "vocab_size" else ""
@@ -184,10 +196,10 @@ class DominoDecodingMixin:
                     f"{type(target).__name__} has {their}: use the draft of this target, or the target of this draft"
                     f"{remedy}."
                 )
-        if embedding is not None and config.mask_token_id >= embedding.weight.shape[0]:
+        if embedding is not None and config.mask_token_id >= vocabulary_size(embedding):
             raise ValueError(
                 f"The draft's `mask_token_id` is {config.mask_token_id}, but the embedding of {type(target).__name__} "
-                f"has {embedding.weight.shape[0]} rows: use the draft of this target."
+                f"has {vocabulary_size(embedding)} rows: use the draft of this target."
             )
         if max(config.target_layer_ids) >= theirs.num_hidden_layers:
             raise ValueError(

@@ -13,7 +13,8 @@ _FEW = 16
 
 def can_have_holes(cache: Cache) -> bool:
     """Whether entries of `cache` may be masked and moved: it grows, keeps everything and orders nothing by index."""
-    return all(type(layer) is DynamicLayer for layer in cache.layers)
+    # An offloaded cache fetches its layers on a stream of its own, at times that only it knows.
+    return not getattr(cache, "offloading", False) and all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
 class RaggedCache:

@@ -9,16 +9,19 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, QuantizedLayer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 # Up to 5.23 models take and return their cache as `past_key_values`, from 5.24 on as `cache`.
 CACHE_NAME = "cache" if "cache" in {f.name for f in fields(GenerateDecoderOnlyOutput)} else "past_key_values"
 
 
-def layer_names(cache: Cache) -> list[str]:
+def layers_that_keep(cache: Cache) -> list[str]:
     """Class names of the layers of `cache` that cannot be cropped."""
-    return sorted({type(layer).__name__ for layer in cache.layers if not layer.is_croppable})
+    # In the earlier versions quantised layers pass for croppable, but keep their packed part.
+    return sorted(
+        {type(layer).__name__ for layer in cache.layers if not layer.is_croppable or isinstance(layer, QuantizedLayer)}
+    )
 
 
 @contextmanager

@@ -71,6 +71,7 @@ class TargetParts:
                 "(AutoModelForCausalLM), not a bare backbone."
             )
         self.layers = decoder_layers(target)
+        self.dtype = target.dtype
 
     def embed(self, token_ids: torch.LongTensor) -> torch.Tensor:
         """Target embeddings `[..., H]` of `token_ids` `[...]`, as the target's first layer receives them."""
@@ -94,7 +95,11 @@ class TargetParts:
             `[..., V]`, or `[..., K]`.
         """
         weight = self.output_head.weight
-        hidden = hidden.to(device=weight.device, dtype=weight.dtype)
+        # A weight that is offloaded has no device until it is used, a packed one not the dtype that it computes in.
+        whole = weight.is_floating_point() and weight.itemsize > 1
+        hidden = hidden.to(
+            device=hidden.device if weight.is_meta else weight.device, dtype=weight.dtype if whole else self.dtype
+        )
         if token_ids is None:
             logits = self.output_head(hidden)
         else:
@@ -119,6 +124,15 @@ class TargetParts:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def vocabulary_size(module: nn.Module) -> int:
+    """Rows of an input embedding or output head; of a packed (quantised) one, what it was made for."""
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    if weight.dim() == 2 and weight.is_floating_point():
+        return weight.shape[0]
+    return int(getattr(module, "out_features", getattr(module, "num_embeddings", weight.shape[0])))
 
 
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:

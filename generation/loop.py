@@ -19,7 +19,7 @@ from .compat import (
     CACHE_NAME,
     DominoGenerateOutput,
     asked_for,
-    layer_names,
+    layers_that_keep,
     make_output,
     recording_past,
 )
@@ -43,7 +43,7 @@ def check_supported(generation_config: GenerationConfig):
         ValueError: naming the option, its value and what to do instead.
     """
     config = generation_config
-    refusals = (
+    refusals = [
         ((config.num_beams or 1) > 1, f"num_beams={config.num_beams}", "pass num_beams=1"),
         (
             (config.num_return_sequences or 1) > 1 and not config.do_sample,
@@ -55,7 +55,22 @@ def check_supported(generation_config: GenerationConfig):
             "use_cache=False",
             "leave use_cache on: rejected tokens are cropped from the cache",
         ),
-    )
+        (
+            bool(config.penalty_alpha) and (config.top_k or 0) > 1 and not config.do_sample,
+            f"penalty_alpha={config.penalty_alpha} (contrastive search)",
+            "leave penalty_alpha unset",
+        ),
+        (config.dola_layers is not None, f"dola_layers={config.dola_layers!r}", "leave dola_layers unset"),
+        (
+            config.constraints is not None or config.force_words_ids is not None,
+            "constraints or force_words_ids",
+            "pass prefix_allowed_tokens_fn instead",
+        ),
+    ]
+    # Other sources of proposals. Later versions of transformers know more of them than earlier ones.
+    for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"):
+        if value := getattr(config, name, None):
+            refusals.append((True, f"{name}={value}", "one source of proposals is enough: leave it unset"))
     for refused, what, remedy in refusals:
         if refused:
             raise ValueError(f"Generation with a Domino draft does not support {what}: {remedy}, or drop the draft.")
@@ -81,13 +96,21 @@ def _check_cache(cache: Cache | None, target: PreTrainedModel) -> Cache:
             f"{type(target).__name__} keeps no cache that can be cropped back after a rejected proposal, which a "
             "Domino draft needs: generate without the draft."
         )
-    if not cache.is_croppable:
+    if layers := layers_that_keep(cache):
         raise ValueError(
             f"The cache of {type(target).__name__} has layers that cannot forget rejected proposals: "
-            f"{layer_names(cache)}. Leave `cache_implementation` unset, where you have set it, or generate without "
+            f"{', '.join(layers)}. Leave `cache_implementation` unset, where you have set it, or generate without "
             "the draft."
         )
     return cache
+
+
+def _past_length(cache: Cache | None, target: PreTrainedModel) -> int:
+    """Tokens that the target's cache holds before the prefill; raises where rejected tokens could not be forgotten."""
+    if cache is not None and any(cache.is_linear):
+        # Convolutions know only after their first pass that they can be put back, and are asked then.
+        return 0
+    return int(_check_cache(cache, target).get_seq_length())
 
 
 class _Decoding:
@@ -142,10 +165,7 @@ class _Decoding:
 
     def prefill(self):
         """Read the prompt and commit the target's first token: the first anchors."""
-        cache = self.model_kwargs.get(CACHE_NAME)
-        # Recurrent layers know only after their first pass whether they can be cropped; all are asked again below.
-        recurrent = cache is not None and any(cache.is_linear)
-        past_length = 0 if recurrent else int(_check_cache(cache, self.target).get_seq_length())
+        past_length = _past_length(self.model_kwargs.get(CACHE_NAME), self.target)
         input_ids = self.sequences.prefix()
         outputs = self.target._prefill(input_ids, self.generation_config, self.model_kwargs, is_first_iteration=True)
         self.cache = _check_cache(outputs.get(CACHE_NAME), self.target)

@@ -12,16 +12,19 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, QuantizedLayer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 # Up to 5.23 models take and return their cache as `past_key_values`, from 5.24 on as `cache`.
 CACHE_NAME = "cache" if "cache" in {f.name for f in fields(GenerateDecoderOnlyOutput)} else "past_key_values"
 
 
-def layer_names(cache: Cache) -> list[str]:
+def layers_that_keep(cache: Cache) -> list[str]:
     """Class names of the layers of `cache` that cannot be cropped."""
-    return sorted({type(layer).__name__ for layer in cache.layers if not layer.is_croppable})
+    # In the earlier versions quantised layers pass for croppable, but keep their packed part.
+    return sorted(
+        {type(layer).__name__ for layer in cache.layers if not layer.is_croppable or isinstance(layer, QuantizedLayer)}
+    )
 
 
 @contextmanager
@@ -147,6 +150,7 @@ class TargetParts:
                 "(AutoModelForCausalLM), not a bare backbone."
             )
         self.layers = decoder_layers(target)
+        self.dtype = target.dtype
 
     def embed(self, token_ids: torch.LongTensor) -> torch.Tensor:
         """Target embeddings `[..., H]` of `token_ids` `[...]`, as the target's first layer receives them."""
@@ -170,7 +174,11 @@ class TargetParts:
             `[..., V]`, or `[..., K]`.
         """
         weight = self.output_head.weight
-        hidden = hidden.to(device=weight.device, dtype=weight.dtype)
+        # A weight that is offloaded has no device until it is used, a packed one not the dtype that it computes in.
+        whole = weight.is_floating_point() and weight.itemsize > 1
+        hidden = hidden.to(
+            device=hidden.device if weight.is_meta else weight.device, dtype=weight.dtype if whole else self.dtype
+        )
         if token_ids is None:
             logits = self.output_head(hidden)
         else:
@@ -195,6 +203,15 @@ class TargetParts:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def vocabulary_size(module: nn.Module) -> int:
+    """Rows of an input embedding or output head; of a packed (quantised) one, what it was made for."""
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    if weight.dim() == 2 and weight.is_floating_point():
+        return weight.shape[0]
+    return int(getattr(module, "out_features", getattr(module, "num_embeddings", weight.shape[0])))
 
 
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
@@ -231,7 +248,8 @@ _FEW = 16
 
 def can_have_holes(cache: Cache) -> bool:
     """Whether entries of `cache` may be masked and moved: it grows, keeps everything and orders nothing by index."""
-    return all(type(layer) is DynamicLayer for layer in cache.layers)
+    # An offloaded cache fetches its layers on a stream of its own, at times that only it knows.
+    return not getattr(cache, "offloading", False) and all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
 class RaggedCache:
@@ -1410,7 +1428,7 @@ def check_supported(generation_config: GenerationConfig):
         ValueError: naming the option, its value and what to do instead.
     """
     config = generation_config
-    refusals = (
+    refusals = [
         ((config.num_beams or 1) > 1, f"num_beams={config.num_beams}", "pass num_beams=1"),
         (
             (config.num_return_sequences or 1) > 1 and not config.do_sample,
@@ -1422,7 +1440,22 @@ def check_supported(generation_config: GenerationConfig):
             "use_cache=False",
             "leave use_cache on: rejected tokens are cropped from the cache",
         ),
-    )
+        (
+            bool(config.penalty_alpha) and (config.top_k or 0) > 1 and not config.do_sample,
+            f"penalty_alpha={config.penalty_alpha} (contrastive search)",
+            "leave penalty_alpha unset",
+        ),
+        (config.dola_layers is not None, f"dola_layers={config.dola_layers!r}", "leave dola_layers unset"),
+        (
+            config.constraints is not None or config.force_words_ids is not None,
+            "constraints or force_words_ids",
+            "pass prefix_allowed_tokens_fn instead",
+        ),
+    ]
+    # Other sources of proposals. Later versions of transformers know more of them than earlier ones.
+    for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"):
+        if value := getattr(config, name, None):
+            refusals.append((True, f"{name}={value}", "one source of proposals is enough: leave it unset"))
     for refused, what, remedy in refusals:
         if refused:
             raise ValueError(f"Generation with a Domino draft does not support {what}: {remedy}, or drop the draft.")
@@ -1448,13 +1481,21 @@ def _check_cache(cache: Cache | None, target: PreTrainedModel) -> Cache:
             f"{type(target).__name__} keeps no cache that can be cropped back after a rejected proposal, which a "
             "Domino draft needs: generate without the draft."
         )
-    if not cache.is_croppable:
+    if layers := layers_that_keep(cache):
         raise ValueError(
             f"The cache of {type(target).__name__} has layers that cannot forget rejected proposals: "
-            f"{layer_names(cache)}. Leave `cache_implementation` unset, where you have set it, or generate without "
+            f"{', '.join(layers)}. Leave `cache_implementation` unset, where you have set it, or generate without "
             "the draft."
         )
     return cache
+
+
+def _past_length(cache: Cache | None, target: PreTrainedModel) -> int:
+    """Tokens that the target's cache holds before the prefill; raises where rejected tokens could not be forgotten."""
+    if cache is not None and any(cache.is_linear):
+        # Convolutions know only after their first pass that they can be put back, and are asked then.
+        return 0
+    return int(_check_cache(cache, target).get_seq_length())
 
 
 class _Decoding:
@@ -1509,10 +1550,7 @@ class _Decoding:
 
     def prefill(self):
         """Read the prompt and commit the target's first token: the first anchors."""
-        cache = self.model_kwargs.get(CACHE_NAME)
-        # Recurrent layers know only after their first pass whether they can be cropped; all are asked again below.
-        recurrent = cache is not None and any(cache.is_linear)
-        past_length = 0 if recurrent else int(_check_cache(cache, self.target).get_seq_length())
+        past_length = _past_length(self.model_kwargs.get(CACHE_NAME), self.target)
         input_ids = self.sequences.prefix()
         outputs = self.target._prefill(input_ids, self.generation_config, self.model_kwargs, is_first_iteration=True)
         self.cache = _check_cache(outputs.get(CACHE_NAME), self.target)
@@ -1934,6 +1972,11 @@ class DominoDecodingMixin:
         Raises:
             ValueError: before any compute, when an option or the pair of models is not supported.
         """
+        if assistant_tokenizer is not None:
+            raise ValueError(
+                "A Domino draft proposes tokens of the target's own vocabulary: leave assistant_tokenizer out of the "
+                "call, or use an assistant model with a tokenizer of its own."
+            )
         return domino_decoding(
             self,
             target,
@@ -2023,6 +2066,12 @@ class DominoDecodingMixin:
             raise ValueError(
                 f"{type(target).__name__} is an encoder-decoder; a Domino draft assists decoder-only causal LMs only."
             )
+        # transformers' own mark on models whose running state cannot be put back as it was before a rejected proposal.
+        if getattr(target, "_is_stateful", False):
+            raise ValueError(
+                f"{type(target).__name__} has recurrent layers, whose state cannot forget a rejected proposal: "
+                "generate without the draft."
+            )
         config, theirs = self.config, target.config.get_text_config(decoder=True)
         embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
         pairs = [
@@ -2030,7 +2079,7 @@ class DominoDecodingMixin:
             ("depth", "num_target_layers", config.num_target_layers, theirs.num_hidden_layers),
         ]
         if head is not None:
-            pairs.append(("vocabulary", "vocab_size", config.vocab_size, head.weight.shape[0]))
+            pairs.append(("vocabulary", "vocab_size", config.vocab_size, vocabulary_size(head)))
         for what, name, ours, their in pairs:
             if ours is not None and ours != their:
                 remedy = f", or fit it with `draft.resize_token_embeddings({their})`" if name == "vocab_size" else ""
@@ -2039,10 +2088,10 @@ class DominoDecodingMixin:
                     f"{type(target).__name__} has {their}: use the draft of this target, or the target of this draft"
                     f"{remedy}."
                 )
-        if embedding is not None and config.mask_token_id >= embedding.weight.shape[0]:
+        if embedding is not None and config.mask_token_id >= vocabulary_size(embedding):
             raise ValueError(
                 f"The draft's `mask_token_id` is {config.mask_token_id}, but the embedding of {type(target).__name__} "
-                f"has {embedding.weight.shape[0]} rows: use the draft of this target."
+                f"has {vocabulary_size(embedding)} rows: use the draft of this target."
             )
         if max(config.target_layer_ids) >= theirs.num_hidden_layers:
             raise ValueError(
