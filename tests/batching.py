@@ -43,7 +43,7 @@ class GoodBatchDraft(DominoDraftModel):
             .last_hidden_state
         )
         block, vocab = noise_embeds.shape[1], self.config.vocab_size
-        known = self.embedding(torch.arange(vocab))
+        known = self.embedding(torch.arange(vocab, device=self.embedding.weight.device)).to(noise_embeds.device)
         anchors = torch.cdist(noise_embeds[:, 0].double(), known.double()).argmin(-1).tolist()
         rows = []
         for anchor, position in zip(anchors, position_ids.expand(len(anchors), -1)[:, -block].tolist(), strict=True):

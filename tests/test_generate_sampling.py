@@ -214,6 +214,30 @@ def test_answers_are_distributed_as_the_target_alone_distributes_them(pair, name
     assert acceptance_length > 1, "no proposal was ever accepted, so nothing was tested"
 
 
+# Long answers, as `sampling_draws.py` counts them by the million
+
+
+@pytest.mark.parametrize("faulty", [False, True], ids=["sound", "faulty"])
+def test_counted_transitions_tell_a_faulty_step_from_a_sound_one(faulty, monkeypatch):
+    # Here, as that script takes from this file.
+    from sampling_draws import COMBINATIONS, draw_transitions, exact_transitions, make_forgetful_pair, transitions_p
+
+    def without_residual(scores, proposal_ids, draft_probabilities):
+        """Rejected proposals are made up for from p, as if nothing had been offered."""
+        p = scores.softmax(-1)
+        index = proposal_ids[:, None]
+        ratio = (p.gather(-1, index) / draft_probabilities.gather(-1, index))[:, 0]
+        accepted = torch.rand_like(ratio) < ratio
+        return torch.where(accepted, proposal_ids, torch.multinomial(p, 1)[:, 0]), accepted
+
+    if faulty:
+        monkeypatch.setattr("domino_spec.generation.verification.accept_or_draw", without_residual)
+    pair, options = make_forgetful_pair(), COMBINATIONS["typical"]
+    counts = sum(draw_transitions(pair, options, 8, seed)[0] for seed in range(8))
+    p_value = transitions_p(counts, exact_transitions(pair[0], options))
+    assert (p_value < 1e-6) if faulty else (p_value > LEVEL)
+
+
 # What users see
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from batching import GoodBatchDraft, padded_batch
 from contract import NEW_TOKENS, PROMPT, cached_target, good_draft, prompt_and_plain, spoil
+from gpu_checks import checks
 from helpers import MASK_TOKEN, VOCAB, make_draft, random_tokens, randomise
 from test_generate_refusals import recurrent_target
 from torch import nn
@@ -206,3 +207,8 @@ def test_a_quantised_target():
     for draft in (draft_before, draft_before.to(torch.bfloat16)):
         output = target.generate(prompt, max_new_tokens=NEW_TOKENS, assistant_model=draft)
         assert output.tolist() == plain.tolist()
+
+
+def test_the_checks_for_accelerators_pass_where_there_is_none(tmp_path):
+    lengths = {name: run() for name, run in checks("cpu", tmp_path).items() if run is not None}
+    assert len(lengths) > 10 and all(length > 2 for length in lengths.values()), lengths

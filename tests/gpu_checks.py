@@ -1,0 +1,123 @@
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What only an accelerator can show of `generate` with a draft: devices, caches that move, kernels, half precision.
+
+    PYTHONPATH=tests python tests/gpu_checks.py [--device cuda] [--output checks.json]
+
+Each check runs a batch of padded rows of different acceptance, plain and with a draft, and compares tokens: exactly
+in float64, up to numeric ties in half precision. Takes about a minute, prints a table, fails if any check fails. With
+`--device cpu` it tests itself.
+"""
+
+import argparse
+import copy
+import json
+import sys
+import time
+import traceback
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from batching import GoodBatchDraft, padded_batch
+from contract import cached_target, first_difference_is_tie
+from helpers import MASK_TOKEN, make_draft
+from transformers import AutoModelForCausalLM
+
+from domino_spec.evaluation.benchmark import describe_machine, describe_versions
+from domino_spec.evaluation.report import format_table
+
+LENGTHS, NEW_TOKENS = [9, 4, 13, 30], 40
+SPOILED = [{12, 20}, set(), {15, 30}, {40, 41, 50}]
+
+
+def compare(target, draft_device, lengths=LENGTHS, draft_dtype=None, ties=False, **options) -> float:
+    """Run `target` plain and with a draft on `draft_device`; returns the acceptance length."""
+    device = target.get_input_embeddings().weight.device
+    inputs = {name: tensor.to(device) for name, tensor in padded_batch(lengths, seed=3).items()}
+    calls = {**inputs, **options, "max_new_tokens": NEW_TOKENS, "pad_token_id": MASK_TOKEN}
+    plain = target.generate(**calls)
+    width = max(lengths)
+    texts = [plain[row, width - length :].tolist() for row, length in enumerate(lengths)]
+    # Which hidden state stands for which token is worked out on the CPU.
+    draft = make_draft(target, attn_implementation="sdpa", dtype=draft_dtype)
+    local = copy.deepcopy(target).cpu() if device.type != "cpu" else target
+    draft = GoodBatchDraft.following(draft.cpu(), local, texts, SPOILED[: len(lengths)]).to(draft_device)
+    output = target.generate(**calls, assistant_model=draft, return_dict_in_generate=True)
+    for row, length in enumerate(lengths):
+        ours, theirs = output.sequences[row : row + 1], plain[row : row + 1]
+        if not torch.equal(ours, theirs):
+            ours, theirs = ours[:, width - length :], theirs[:, width - length :]
+            assert ties and first_difference_is_tie(target, theirs, ours), f"row {row} differs"
+    lengths = output.acceptance_lengths
+    return float(lengths.sum() / (lengths > 0).sum())
+
+
+def target_on(device, dtype=torch.float64, attention="sdpa", arch="qwen3"):
+    return copy.deepcopy(cached_target(arch, attention, dtype)).to(device)
+
+
+def spread_target(device, folder: Path):
+    """Half of the layers on `device`, the other half on the CPU."""
+    cached_target("qwen3", "sdpa", torch.float32).save_pretrained(folder)
+    places = {f"model.layers.{i}": device if i < 2 else "cpu" for i in range(4)}
+    places |= {"model.embed_tokens": device, "model.rotary_emb": device, "model.norm": "cpu", "lm_head": "cpu"}
+    return AutoModelForCausalLM.from_pretrained(folder, device_map=places, dtype=torch.float32)
+
+
+def checks(device: str, folder: Path) -> dict:
+    """Name of each check, and what runs it; `None` where something is not installed."""
+    flash = find_spec("flash_attn") is not None and device != "cpu"
+    return {
+        "one row": lambda: compare(target_on(device), device, [9]),
+        "padded batch": lambda: compare(target_on(device), device),
+        "padded batch, sliding windows": lambda: compare(target_on(device, arch="mistral-sliding"), device),
+        "draft on the CPU": lambda: compare(target_on(device), "cpu"),
+        "target on the CPU": lambda: compare(target_on("cpu"), device),
+        "target on two devices": lambda: compare(spread_target(device, folder), device, ties=True),
+        "static cache": lambda: compare(target_on(device), device, cache_implementation="static"),
+        "offloaded cache": None
+        if device == "cpu"
+        else lambda: compare(target_on(device), device, cache_implementation="offloaded"),
+        "adaptive draft length": lambda: compare(target_on(device), device, num_assistant_tokens_schedule="heuristic"),
+        "float32": lambda: compare(target_on(device, torch.float32), device, ties=True),
+        "bfloat16": lambda: compare(target_on(device, torch.bfloat16), device, ties=True),
+        "float16 target, bfloat16 draft": lambda: compare(
+            target_on(device, torch.float16), device, draft_dtype=torch.bfloat16, ties=True
+        ),
+        "flash attention, bfloat16": (
+            lambda: compare(target_on(device, torch.bfloat16, "flash_attention_2"), device, ties=True)
+        )
+        if flash
+        else None,
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    rows, failed = [], False
+    scratch = TemporaryDirectory()
+    for name, run in checks(args.device, Path(scratch.name)).items():
+        start = time.perf_counter()
+        if run is None:
+            outcome, length = "not here", ""
+        else:
+            try:
+                outcome, length = "passed", f"{run():.2f}"
+            except Exception:
+                traceback.print_exc()
+                outcome, length, failed = "FAILED", "", True
+        rows.append([name, outcome, length, f"{time.perf_counter() - start:.1f}"])
+    print(format_table(["check", "outcome", "acceptance length", "seconds"], rows))
+    if args.output is not None:
+        document = {"machine": describe_machine(), "versions": describe_versions(), "checks": rows}
+        args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
