@@ -134,7 +134,8 @@ class Schedule:
         self._round = 0
         self._started, self._tokens = time.perf_counter(), 0
         # Of the current round: seconds that a token is worth and that one more in the pass costs, once they are known.
-        self._worth, self._per_token = 0.0, None
+        self._worth = 0.0
+        self._per_token: float | None = None
         self._confidences: list[list[float]] = []
         self._reach: list[float] = []
 
