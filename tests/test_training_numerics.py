@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Anchors, blocks, masks and losses: against the reference's numbers, against slow code, and against decoding."""
 
+import gc
 import math
 import random
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -19,6 +21,7 @@ from helpers import (
     make_target,
     random_tokens,
 )
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from domino_spec.generation.context import TargetParts
@@ -30,10 +33,10 @@ from domino_spec.training.blocks import (
     sample_anchors,
 )
 from domino_spec.training.objective import (
+    BaseAnchoredCurriculum,
     acceptance_lengths,
     corrected_offsets,
     domino_loss,
-    lambda_base,
     teacher_forced_hidden,
 )
 
@@ -634,6 +637,93 @@ def test_a_batch_without_labels_is_a_finite_zero_with_gradients(target, parts, h
         assert (parameter.grad == 0).all(), name
 
 
+# Chunks of logits
+
+
+@every_labelling
+@pytest.mark.parametrize("head", [True, False], ids=["head", "no head"])
+@pytest.mark.parametrize("chunk_size", [1, 7, 64, 10_000])
+def test_chunks_change_neither_values_nor_gradients(target, parts, chunk_size, head, shift_label):
+    draft, blocks, hidden = small_pass(target, parts, head=head, shift_label=shift_label)
+    whole = domino_loss(draft, parts, blocks, hidden, 0.3)
+    chunked = domino_loss(draft, parts, blocks, hidden, 0.3, chunk_size=chunk_size)
+    for name in ("loss", "base_loss", "final_loss"):
+        close(getattr(chunked, name), getattr(whole, name), atol=1e-5)
+    assert chunked.sums == whole.sums and chunked.counts == whole.counts
+    left, right = (gradients(draft, output.loss * 3) for output in (chunked, whole))
+    for name in right:
+        close(left[name], right[name], atol=1e-6)
+    with torch.no_grad():
+        silent = domino_loss(draft, parts, blocks, hidden, 0.3, chunk_size=chunk_size)
+    close(silent.loss, whole.loss, atol=1e-5)
+    assert not silent.loss.requires_grad
+
+
+def test_chunks_honour_what_is_frozen_and_what_is_adapted(target, parts):
+    draft, blocks, hidden = small_pass(target, parts)
+    adapted = get_peft_model(
+        draft, LoraConfig(r=3, target_modules=["embed_proj.0", "embed_proj.2"], init_lora_weights=False)
+    )
+    results = []
+    for chunk_size in (None, 9):
+        output = domino_loss(adapted, parts, blocks, hidden.detach(), 0.2, chunk_size=chunk_size)
+        results.append(gradients(adapted, output.loss))
+    trained = [name for name, gradient in results[0].items() if gradient is not None]
+    assert len(trained) == 4 and all("lora" in name for name in trained)
+    for name in trained:
+        close(results[1][name], results[0][name], atol=1e-6)
+    assert {name for name, gradient in results[1].items() if gradient is not None} == set(trained)
+
+
+class Kept:
+    """A tensor that autograd keeps for the backward pass."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def test_no_more_logits_than_a_chunk_are_kept_at_once(target, parts, monkeypatch):
+    draft, blocks, hidden = small_pass(target, parts)
+    kept, most, calls = weakref.WeakSet(), [], []
+    weights = {p.untyped_storage().data_ptr() for model in (target, draft) for p in model.parameters()}
+
+    def keep(tensor):
+        held = Kept(tensor)
+        if tensor.shape[-1:] == (VOCAB,) and tensor.untyped_storage().data_ptr() not in weights:
+            kept.add(held)
+        sizes = {held.tensor.untyped_storage().data_ptr(): held.tensor.numel() for held in kept}
+        most.append(sum(sizes.values()) // VOCAB)
+        return held
+
+    def logits(hidden, token_ids=None):
+        calls.append(len(hidden))
+        return TargetParts.logits(parts, hidden, token_ids)
+
+    monkeypatch.setattr(parts, "logits", logits)
+    peaks = {}
+    for chunk_size in (None, 24, 8):
+        gc.collect()
+        most.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda held: held.tensor):
+            domino_loss(draft, parts, blocks, hidden, 0.3, chunk_size=chunk_size).loss.backward(retain_graph=True)
+        peaks[chunk_size] = max(most)
+    assert max(calls[1:]) <= 24 and sum(calls[1:]) == 2 * calls[0], "each position's logits are made once"
+    # Base and final logits of one chunk, whatever the blocks are.
+    assert peaks == {None: 2 * calls[0], 24: 2 * 24, 8: 2 * 8}
+
+
+def test_shares_of_a_batch_weigh_as_the_whole(target, parts):
+    """Two processes that divide by their mean weight, and whose gradients are averaged, train as one."""
+    draft, blocks, hidden = small_pass(target, parts)
+    whole = domino_loss(draft, parts, blocks, hidden, 0.5)
+    mean = blocks.weights.sum() / len(hidden)
+    losses = []
+    for n in range(len(hidden)):
+        share = Blocks(**{name: value[n : n + 1] for name, value in vars(blocks).items()})
+        losses.append(domino_loss(draft, parts, share, hidden[n : n + 1], 0.5, total_weight=mean).loss)
+    close(torch.stack(losses).mean(), whole.loss, atol=1e-5)
+
+
 # Shortlist of tokens
 
 
@@ -711,7 +801,8 @@ def test_the_base_loss_follows_a_tied_embedding():
     ids=lambda value: str(value),
 )
 def test_lambda_falls_linearly_to_zero_and_stays(step, expected):
-    assert lambda_base(step, total_steps=100, start=0.8, decay_ratio=0.5) == pytest.approx(expected)
+    curriculum = BaseAnchoredCurriculum(start=0.8, decay_ratio=0.5)
+    assert curriculum.weight(step, total_steps=100) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -726,14 +817,15 @@ def test_lambda_falls_linearly_to_zero_and_stays(step, expected):
     ids=["whole run", "no decay time", "less than a step", "rounded down", "no steps"],
 )
 def test_lambda_at_odd_lengths(total, ratio, steps, expected):
-    assert [lambda_base(step, total, 1.0, ratio) for step in steps] == pytest.approx(expected)
+    curriculum = BaseAnchoredCurriculum(decay_ratio=ratio)
+    assert [curriculum.weight(step, total) for step in steps] == pytest.approx(expected)
 
 
 def test_lambda_never_rises_and_stays_within_its_start():
     rng = random.Random(0)
     for _ in range(50):
         total, start, ratio = rng.randint(1, 200), rng.random(), rng.random()
-        values = [lambda_base(step, total, start, ratio) for step in range(total + 1)]
+        values = [BaseAnchoredCurriculum(start, ratio).weight(step, total) for step in range(total + 1)]
         assert values[0] == start
         assert values == sorted(values, reverse=True)
         assert values[-1] == 0

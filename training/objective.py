@@ -1,6 +1,6 @@
 # Copyright 2026 The domino_spec authors.
 # SPDX-License-Identifier: Apache-2.0
-r"""What is a draft trained for? The base-anchored curriculum, as plain functions of tensors and steps.
+r"""What is a draft trained for? The base-anchored objective, as plain functions of tensors and steps.
 
     base_loss  = sum(w * CE(base logits))  / (sum(w) + 1e-6)
     final_loss = sum(w * CE(final logits)) / (sum(w) + 1e-6)
@@ -10,6 +10,7 @@ pooled over all rows and blocks of the micro-batch, with the position decay insi
 a head that trains from the start starves it. Source: arXiv 2605.29707, section on training; design of SpecForge.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -20,17 +21,23 @@ from ..modeling_domino import DominoDraftModel
 from .blocks import Blocks, block_attention_masks
 
 
-def lambda_base(step: int, total_steps: int, start: float, decay_ratio: float) -> float:
+@dataclass(frozen=True)
+class BaseAnchoredCurriculum:
     """
-    Base weight at an optimiser step: from `start` linearly to 0 over the first `decay_ratio` of all steps, then 0.
+    The base weight lambda over a run: from `start` linearly to 0 over the first `decay_ratio` of all optimiser steps,
+    then 0.
 
-    Args:
-        step (`int`): optimiser steps done.
-        total_steps (`int`): optimiser steps of the run.
+    Attributes:
         start (`float`): weight at step 0, in 0..1.
-        decay_ratio (`float`): share of the run after which it is 0.
+        decay_ratio (`float`): share of the run after which it is 0; 0 trains the final loss from the second step on.
     """
-    return start * (1.0 - min(step / max(1, int(total_steps * decay_ratio)), 1.0))
+
+    start: float = 1.0
+    decay_ratio: float = 0.5
+
+    def weight(self, step: int, total_steps: int) -> float:
+        """Lambda after `step` of `total_steps` optimiser steps."""
+        return self.start * (1.0 - min(step / max(1, int(total_steps * self.decay_ratio)), 1.0))
 
 
 @dataclass
@@ -93,9 +100,14 @@ def domino_loss(
     draft_hidden: torch.Tensor,
     lambda_base: float,
     token_ids: torch.LongTensor | None = None,
+    chunk_size: int | None = None,
+    total_weight: torch.Tensor | None = None,
 ) -> ObjectiveOutput:
     """
     The objective of the module docstring, with the head teacher-forced.
+
+    Logits are vocabulary-wide, so they are made for `chunk_size` positions at a time and turned into gradients there
+    and then: memory grows with the chunk, not with the blocks, and no logits are computed twice.
 
     Args:
         draft, target: the draft, and the frozen parts it borrows.
@@ -104,6 +116,9 @@ def domino_loss(
         lambda_base (`float`): base weight of this step.
         token_ids (`torch.LongTensor` of shape `[K]`, *optional*): score only these ids, sorted. Labels outside have
             no weight. A cheaper objective over the tokens that a target really writes.
+        chunk_size (`int`, *optional*): positions whose logits exist at once; `None` for all of them.
+        total_weight (`torch.FloatTensor` of shape `[]`, *optional*): what to divide by; default: the weights here.
+            Processes that share a batch pass their mean, so that it is weighed as one.
 
     Returns:
         `ObjectiveOutput`; sums and counts for `accuracy`, `base_accuracy` (positions), `accept_len`,
@@ -117,21 +132,31 @@ def domino_loss(
     counted = weights > 0
 
     # Only positions with a label are worth their vocabulary-wide logits.
-    hidden, labels, weight = draft_hidden[counted], labels[counted], weights[counted]
-    base_logits = target.logits(hidden, token_ids)
-    base_ce, base_hit = _cross_entropy(base_logits, labels)
-    final_ce, final_hit = base_ce, base_hit
+    labels, weight = labels[counted], weights[counted]
+    inputs = [draft_hidden[counted]]
     if draft.config.has_head:
-        final_logits = base_logits + _correction(draft, target, blocks, draft_hidden, counted, token_ids)
-        final_ce, final_hit = _cross_entropy(final_logits, labels)
+        inputs.append(_prefix_states(draft, target, blocks)[counted])
+        corrected = corrected_offsets(draft, counted.device).expand_as(counted)[counted]
+    base_hit, final_hit = torch.zeros_like(labels, dtype=torch.bool), torch.zeros_like(labels, dtype=torch.bool)
+    base_sum, final_sum = weight.new_zeros(()), weight.new_zeros(())
 
-    total = weight.sum() + 1e-6
-    base_loss, final_loss = (base_ce * weight).sum() / total, (final_ce * weight).sum() / total
-    output = ObjectiveOutput(
-        loss=(1 - lambda_base) * final_loss + lambda_base * base_loss,
-        base_loss=base_loss.detach(),
-        final_loss=final_loss.detach(),
-    )
+    def loss_of(part: slice, hidden: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of the loss over some positions; notes what the metrics need."""
+        base_logits = target.logits(hidden, token_ids)
+        base_ce, base_hit[part] = _cross_entropy(base_logits, labels[part])
+        final_ce, final_hit[part] = base_ce, base_hit[part]
+        if states:
+            correction = draft.correction(hidden, states[0], token_ids) * corrected[part, None]
+            final_ce, final_hit[part] = _cross_entropy(base_logits + correction, labels[part])
+        base, final = (base_ce * weight[part]).sum(), (final_ce * weight[part]).sum()
+        base_sum.add_(base.detach())
+        final_sum.add_(final.detach())
+        return (1 - lambda_base) * final + lambda_base * base
+
+    head = list(draft.embed_proj.parameters()) if draft.config.has_head else []
+    loss = _sum_in_chunks(loss_of, inputs, head, chunk_size)
+    total = (weight.sum() if total_weight is None else total_weight) + 1e-6
+    output = ObjectiveOutput(loss=loss / total, base_loss=base_sum / total, final_loss=final_sum / total)
     for prefix, hit in (("", final_hit), ("base_", base_hit)):
         hits = torch.zeros_like(counted)
         hits[counted] = hit
@@ -139,6 +164,60 @@ def domino_loss(
         run = acceptance_lengths(hits, bool(draft.config.shift_label))[blocks.keep]
         output.sums[prefix + "accept_len"], output.counts[prefix + "accept_len"] = run.sum(), blocks.keep.sum()
     return output
+
+
+def _sum_in_chunks(
+    function: Callable[..., torch.Tensor],
+    inputs: list[torch.Tensor],
+    parameters: list[torch.Tensor],
+    chunk_size: int | None,
+) -> torch.Tensor:
+    """
+    `function(slice, *inputs[slice])` summed over all rows of `inputs`, `chunk_size` at a time.
+
+    Args:
+        function: differentiable in its tensors and in `parameters`, and in nothing else.
+        inputs: `[M, ...]` each.
+    """
+    rows = len(inputs[0])
+    if chunk_size is None or rows <= chunk_size:
+        return function(slice(0, rows), *inputs)
+    parts = [slice(start, min(start + chunk_size, rows)) for start in range(0, rows, chunk_size)]
+    if not torch.is_grad_enabled():
+        return torch.stack([function(part, *(tensor[part] for tensor in inputs)) for part in parts]).sum()
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return _ChunkedSum.apply(function, parts, len(inputs), *inputs, *trained)
+
+
+class _ChunkedSum(torch.autograd.Function):
+    """Takes each chunk's gradients as soon as its value is known, so that only one chunk's graph is ever alive."""
+
+    @staticmethod
+    def forward(ctx, function, parts, num_inputs, *tensors):
+        inputs, parameters = tensors[:num_inputs], tensors[num_inputs:]
+        needed = [i for i in range(len(tensors)) if ctx.needs_input_grad[3 + i]]
+        gradients = [torch.zeros_like(tensors[i]) for i in needed]
+        total = 0.0
+        for part in parts:
+            with torch.enable_grad():
+                leaves = [tensor[part].detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
+                value = function(part, *leaves)
+                wanted = [leaves[i] if i < num_inputs else parameters[i - num_inputs] for i in needed]
+                found = torch.autograd.grad(value, wanted, allow_unused=True)
+            for i, gradient, new in zip(needed, gradients, found, strict=True):
+                if new is not None:
+                    (gradient[part] if i < num_inputs else gradient).add_(new)
+            total = total + value.detach()
+        ctx.needed, ctx.count = needed, len(tensors)
+        ctx.save_for_backward(*gradients)
+        return total
+
+    @staticmethod
+    def backward(ctx, outer):
+        gradients: list[torch.Tensor | None] = [None] * ctx.count
+        for i, gradient in zip(ctx.needed, ctx.saved_tensors, strict=True):
+            gradients[i] = outer * gradient
+        return None, None, None, *gradients
 
 
 def acceptance_lengths(hits: torch.BoolTensor, shift_label: bool) -> torch.LongTensor:
@@ -161,13 +240,11 @@ def _cross_entropy(logits: torch.Tensor, labels: torch.LongTensor) -> tuple[torc
     return logits.logsumexp(-1) - label_logits, label_logits >= logits.detach().amax(-1)
 
 
-def _correction(draft, target, blocks, draft_hidden, counted, token_ids):
-    config = draft.config
+def _prefix_states(draft, target, blocks) -> torch.Tensor:
+    """The state `[N, A, B, G]` that each block offset's correction reads."""
     states = draft.prefix_states(target.embed(blocks.prefix_ids.flatten(0, 1)))
     states = states.view(*blocks.prefix_ids.shape, -1)
-    if not config.shift_label:
+    if not draft.config.shift_label:
         # Offset k predicts token anchor + k from the state after token anchor + k - 1; offset 0 predicts nothing.
         states = torch.cat([torch.zeros_like(states[..., :1, :]), states[..., :-1, :]], dim=-2)
-    corrected = corrected_offsets(draft, counted.device).expand_as(counted)[counted]
-    logits = draft.correction(draft_hidden[counted], states[counted], token_ids)
-    return logits * corrected[:, None]
+    return states

@@ -12,7 +12,7 @@ from ..generation.context import TargetParts
 from .arguments import DominoTrainingArguments
 from .blocks import Blocks, build_blocks, sample_anchors
 from .features import FeatureDataset, collate_features
-from .objective import ObjectiveOutput, domino_loss, lambda_base, teacher_forced_hidden
+from .objective import BaseAnchoredCurriculum, ObjectiveOutput, domino_loss, teacher_forced_hidden
 
 
 def hidden_loss(
@@ -63,6 +63,7 @@ class DominoTrainer(Trainer):
         self.target = target
         # Our loss is already a mean, so accumulated micro-batches are averaged by the Trainer.
         self.model_accepts_loss_kwargs = False
+        self.curriculum = BaseAnchoredCurriculum(args.lambda_base_start, args.lambda_base_decay_ratio)
         self.token_ids = None
         if args.shortlist_size is not None and train_dataset is not None:
             counts = train_dataset.token_counts(model.config.vocab_size)
@@ -76,8 +77,7 @@ class DominoTrainer(Trainer):
     @property
     def lambda_base(self) -> float:
         """Base weight of the current optimiser step."""
-        args, state = self.args, self.state
-        return lambda_base(state.global_step, state.max_steps, args.lambda_base_start, args.lambda_base_decay_ratio)
+        return self.curriculum.weight(self.state.global_step, self.state.max_steps)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         draft = self.accelerator.unwrap_model(model)
