@@ -676,10 +676,10 @@ def test_chunks_honour_what_is_frozen_and_what_is_adapted(target, parts):
 
 
 class Kept:
-    """A tensor that autograd keeps for the backward pass."""
+    """A tensor that autograd keeps for the backward pass; without its history, which would keep it for ever."""
 
     def __init__(self, tensor):
-        self.tensor = tensor
+        self.tensor = tensor.detach()
 
 
 def test_no_more_logits_than_a_chunk_are_kept_at_once(target, parts, monkeypatch):
