@@ -31,7 +31,6 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from domino_spec import DominoConfig, DominoDraftModel
 from domino_spec.checkpoints import load_default_target
-from domino_spec.generation.context import TargetParts
 from domino_spec.training.arguments import DominoTrainingArguments
 from domino_spec.training.data import encode_chat, read_chat_rows
 from domino_spec.training.features import FeatureDataset, cache_features, feature_bytes
@@ -145,7 +144,7 @@ def main():
         renew_head(draft)
     trainer = DominoTrainer(
         model=draft,
-        target=TargetParts(target),
+        target=target,
         args=args,
         train_dataset=FeatureDataset(*train_folders) if args.do_train else None,
         eval_dataset=eval_datasets,

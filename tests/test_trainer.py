@@ -16,7 +16,7 @@ from domino_spec.generation.context import TargetParts
 from domino_spec.training.arguments import DominoTrainingArguments
 from domino_spec.training.blocks import build_blocks, sample_anchors
 from domino_spec.training.data import ChatRow, encode_chat, read_chat_rows
-from domino_spec.training.features import FeatureDataset, cache_features, collate_features, feature_bytes
+from domino_spec.training.features import FeatureDataset, TokenDataset, cache_features, collate_features, feature_bytes
 from domino_spec.training.initialization import initialize_from_target
 from domino_spec.training.regenerate import regenerate
 from domino_spec.training.trainer import DominoTrainer, hidden_loss
@@ -63,7 +63,7 @@ def make_trainer(target, folder, output_dir, draft=None, **overrides):
     draft = make_draft(target, target_layer_ids=LAYER_IDS) if draft is None else draft
     return DominoTrainer(
         model=draft.train(),
-        target=TargetParts(target),
+        target=target,
         args=DominoTrainingArguments(**{**settings, **overrides}),
         train_dataset=FeatureDataset(folder),
         eval_dataset=FeatureDataset(folder),
@@ -126,7 +126,7 @@ class TestTrainer:
         whole = make_trainer(target, features, tmp_path, draft).evaluate()
         trainer = DominoTrainer(
             model=draft,
-            target=TargetParts(target),
+            target=target,
             args=DominoTrainingArguments(**settings, shortlist_size=8),
             eval_dataset={"chat": FeatureDataset(features), "code": FeatureDataset(features)},
         )
@@ -147,6 +147,46 @@ class TestTrainer:
             whole.model.named_parameters(), resumed.model.named_parameters(), strict=True
         ):
             assert torch.equal(expected, found), name
+
+    def test_features_taken_as_it_goes_give_the_losses_of_cached_ones(self, target, features, tmp_path):
+        histories = []
+        for dataset in (FeatureDataset(features), TokenDataset(make_rows(target))):
+            trainer = make_trainer(target, features, tmp_path, hidden_loss_weight=0.5, logging_steps=1)
+            trainer.train_dataset = dataset
+            trainer.train()
+            histories.append([entry for entry in trainer.state.log_history if "final_loss" in entry])
+        names = ("loss", "base_loss", "final_loss", "hidden_loss", "accept_len")
+        for cached, online in zip(*histories, strict=True):
+            # Both are rounded to bf16; the target's passes differ in their padding only.
+            assert [online[name] for name in names] == pytest.approx([cached[name] for name in names], rel=1e-3)
+
+    def test_recomputed_layers_change_nothing(self, target, features, tmp_path):
+        drafts = []
+        for checkpointing in (False, True):
+            trainer = make_trainer(target, features, tmp_path, gradient_checkpointing=checkpointing)
+            trainer.train()
+            assert any(layer.gradient_checkpointing for layer in trainer.model.layers) == checkpointing
+            drafts.append(trainer.model.state_dict())
+        for name, tensor in drafts[0].items():
+            torch.testing.assert_close(drafts[1][name], tensor, rtol=1e-5, atol=1e-6)
+
+    def test_accumulated_micro_batches_are_averaged(self, target, features, tmp_path):
+        trainer = make_trainer(
+            target,
+            features,
+            tmp_path,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=3,
+            max_steps=1,
+            logging_steps=1,
+        )
+        losses = []
+        compute = trainer.compute_loss
+        trainer.compute_loss = lambda *args, **kwargs: losses.append(compute(*args, **kwargs)) or losses[-1]
+        trainer.train()
+        logged = next(entry for entry in trainer.state.log_history if "loss" in entry)
+        assert len(losses) == 3
+        assert logged["loss"] == pytest.approx(sum(loss.item() for loss in losses) / 3, rel=1e-5)
 
     def test_a_batch_without_anchors_contributes_zero_and_is_counted(self, target, features, tmp_path):
         trainer = make_trainer(target, features, tmp_path)
@@ -236,9 +276,9 @@ class TestFeatures:
 
     def test_padding_is_never_an_anchor(self, features):
         dataset = FeatureDataset(features)
-        short = {name: value[:20] for name, value in dataset[1].items()}
+        short = {name: value if name == "row" else value[:20] for name, value in dataset[1].items()}
         batch = collate_features([dataset[0], short])
-        anchors, keep = sample_anchors(batch["loss_mask"], 64)
+        anchors, keep = sample_anchors(batch["loss_mask"], 64, [0, 1])
         assert anchors[1][keep[1]].max() < 19
 
 

@@ -31,11 +31,18 @@ class DominoTrainingArguments(TrainingArguments):
     shortlist_size: int | None = field(
         default=None, metadata={"help": "Score only the ids supervised most often; null scores the whole vocabulary."}
     )
+    loss_chunk_size: int | None = field(
+        default=1024,
+        metadata={"help": "Positions whose vocabulary-wide logits exist at once; null for all, which is no faster."},
+    )
     # Columns are tensors of our own, not arguments of the draft's forward.
     remove_unused_columns: bool = field(default=False, metadata={"help": "Must stay false."})
 
     def __post_init__(self):
         super().__post_init__()
+        if self.ddp_find_unused_parameters is None:
+            # The loss always hangs on every parameter; looking for others costs a walk through the graph each step.
+            self.ddp_find_unused_parameters = False
         for name, low, high in (
             ("num_anchors", 1, None),
             ("lambda_base_start", 0, 1),
@@ -45,5 +52,8 @@ class DominoTrainingArguments(TrainingArguments):
             value = getattr(self, name)
             if value < low or (high is not None and value > high):
                 raise ValueError(f"`{name}` is {value}, outside {low}..{'' if high is None else high}.")
+        for name in ("loss_chunk_size", "shortlist_size"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"`{name}` is {value}: give a positive number, or null.")
         if self.loss_decay_gamma is not None and self.loss_decay_gamma <= 0:
             raise ValueError(f"`loss_decay_gamma` is {self.loss_decay_gamma}: give a positive scale, or null for none.")

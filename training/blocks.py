@@ -6,6 +6,7 @@ blocks of one row, each seeing the context before its own anchor and itself).
 Shape symbols: N rows, S tokens of a row, A anchors of a row, B positions of a block.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,30 +38,33 @@ class Blocks:
 
 
 def sample_anchors(
-    loss_mask: torch.Tensor, num_anchors: int, generator: torch.Generator | None = None
+    loss_mask: torch.Tensor, num_anchors: int, seeds: Sequence[int]
 ) -> tuple[torch.LongTensor, torch.BoolTensor]:
     """
     Anchor positions, uniform without replacement among those where this token and the next are supervised.
 
+    A row's anchors hang on its own seed alone: not on the other rows, their padding or what was drawn before.
+
     Args:
         loss_mask (`torch.Tensor` of shape `[N, S]`): non-zero where a token is supervised.
         num_anchors (`int`): upper bound for a row.
-        generator (`torch.Generator`, *optional*): source of randomness.
+        seeds (`Sequence[int]` of length N): of the rows.
 
     Returns:
-        `(anchors [N, A] sorted, keep [N, A])`, A the most that any row has; unused slots hold 0 and `False`.
-        A may be 0: then no row of the batch has a usable anchor.
+        `(anchors [N, A] sorted, keep [N, A])` on the CPU, A the most that any row has, at least 1; unused slots hold 0
+        and `False`.
     """
-    supervised = loss_mask.bool()
-    usable = supervised[:, :-1] & supervised[:, 1:]
-    counts = usable.sum(-1).clamp(max=num_anchors)
-    slots = int(counts.max()) if counts.numel() else 0
-    noise = torch.rand(usable.shape, generator=generator, device=usable.device).masked_fill(~usable, -1.0)
-    chosen = noise.topk(slots, dim=-1).indices
-    keep = torch.arange(slots, device=usable.device)[None] < counts[:, None]
-    # Unused slots sort behind every position, then become 0.
-    anchors = chosen.masked_fill(~keep, loss_mask.shape[1]).sort(dim=-1).values
-    return anchors.masked_fill(~keep, 0), keep
+    supervised = loss_mask.bool().cpu()
+    rows = []
+    for usable, seed in zip(supervised[:, :-1] & supervised[:, 1:], seeds, strict=True):
+        positions = usable.nonzero()[:, 0]
+        order = torch.randperm(len(positions), generator=torch.Generator().manual_seed(seed))
+        rows.append(positions[order[:num_anchors]].sort().values)
+    anchors = torch.zeros(len(rows), max([1, *map(len, rows)]), dtype=torch.long)
+    keep = torch.zeros_like(anchors, dtype=torch.bool)
+    for row, chosen in enumerate(rows):
+        anchors[row, : len(chosen)], keep[row, : len(chosen)] = chosen, True
+    return anchors, keep
 
 
 def position_decay(block_size: int, gamma: float | None, shift_label: bool) -> torch.Tensor:

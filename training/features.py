@@ -25,7 +25,30 @@ def feature_bytes(rows: Sequence[ChatRow], hidden_size: int, num_layers: int) ->
     return sum(len(row.input_ids) for row in rows) * hidden_size * (num_layers + 1) * 2
 
 
-@torch.inference_mode()
+@torch.no_grad()
+def target_features(
+    target: PreTrainedModel, parts: TargetParts, input_ids: torch.LongTensor, layer_ids: list[int]
+) -> dict[str, torch.Tensor]:
+    """
+    One pass of the frozen target over rows padded on the right: causal attention keeps padding out of real positions.
+
+    Args:
+        target, parts: the target, and its parts.
+        input_ids (`torch.LongTensor` of shape `[N, S]`): on any device.
+        layer_ids (`list[int]`): zero-based decoder layers.
+
+    Returns:
+        `context_hidden_states` `[N, S, T * H]` and `last_hidden_state` `[N, S, H]`, both bf16, on the target's device.
+    """
+    with parts.capture(layer_ids) as capture:
+        output = target.get_decoder()(input_ids=input_ids.to(target.device), use_cache=False)
+        context = capture.take(target.device)
+    return {
+        "context_hidden_states": context.to(torch.bfloat16),
+        "last_hidden_state": output.last_hidden_state.to(torch.bfloat16),
+    }
+
+
 def cache_features(
     target: PreTrainedModel, rows: Sequence[ChatRow], layer_ids: list[int], folder: str | Path, batch_size: int = 8
 ):
@@ -54,33 +77,25 @@ def cache_features(
     manifest.write_text(json.dumps(settings))
 
     parts = TargetParts(target)
-    decoder = target.get_decoder()
     starts = range(0, len(rows), ROWS_PER_SHARD)
     for start in tqdm(starts, desc="target features", unit="shard"):
         path = folder / f"shard-{start // ROWS_PER_SHARD:05d}.safetensors"
         if path.exists():
             continue
         shard = rows[start : start + ROWS_PER_SHARD]
-        features, last = [], []
         # Rows of like length share a pass; results go back in order.
         order = sorted(range(len(shard)), key=lambda i: len(shard[i].input_ids))
-        made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        made: dict[int, tuple[torch.Tensor, ...]] = {}
         for first in range(0, len(order), batch_size):
             chosen = order[first : first + batch_size]
             lengths = [len(shard[i].input_ids) for i in chosen]
             ids = torch.zeros(len(chosen), max(lengths), dtype=torch.long)
             for slot, i in enumerate(chosen):
                 ids[slot, : lengths[slot]] = torch.tensor(shard[i].input_ids)
-            # Right padding: causal attention keeps it out of every real position.
-            with parts.capture(layer_ids) as capture:
-                output = decoder(input_ids=ids.to(target.device), use_cache=False)
-                context = capture.take(torch.device("cpu"))
+            made_here = target_features(target, parts, ids, layer_ids)
             for slot, i in enumerate(chosen):
                 # Copies, so that a row does not keep its padded batch alive.
-                made[i] = (
-                    context[slot, : lengths[slot]].to(torch.bfloat16, copy=True),
-                    output.last_hidden_state[slot, : lengths[slot]].to("cpu", torch.bfloat16, copy=True),
-                )
+                made[i] = tuple(value[slot, : lengths[slot]].to("cpu", copy=True) for value in made_here.values())
         features = [made[i][0] for i in range(len(shard))]
         last = [made[i][1] for i in range(len(shard))]
         tensors = {
@@ -97,14 +112,14 @@ def cache_features(
 
 class FeatureDataset(Dataset):
     """
-    Rows of a folder written by [`cache_features`], read memory-mapped.
+    Rows of folders written by [`cache_features`], read memory-mapped.
 
-    Items are dicts of `input_ids` `[S]` (int64), `loss_mask` `[S]` (uint8), `context_hidden_states` `[S, T * H]` and
-    `last_hidden_state` `[S, H]` (bf16). Rows without a usable anchor (two supervised tokens in a row) are left out
-    and counted in `num_skipped`.
+    Items are dicts of `input_ids` `[S]` (int64), `loss_mask` `[S]` (uint8), `context_hidden_states` `[S, T * H]`,
+    `last_hidden_state` `[S, H]` (bf16) and `row` `[]` (int64), the item's number. Rows without a usable anchor (two
+    supervised tokens in a row) are left out and counted in `num_skipped`.
 
     Raises:
-        ValueError: when the folder holds no shard.
+        ValueError: when the folders hold no shard.
     """
 
     def __init__(self, *folders: str | Path):
@@ -116,9 +131,9 @@ class FeatureDataset(Dataset):
         self.num_skipped = 0
         for number, file in enumerate(self._files):
             stop = torch.cumsum(file.get_tensor("lengths"), 0).tolist()
-            mask = file.get_tensor("loss_mask").bool()
+            mask = file.get_tensor("loss_mask")
             for start, end in zip([0, *stop], stop, strict=False):
-                if bool((mask[start : end - 1] & mask[start + 1 : end]).any()):
+                if has_anchor(mask[start:end]):
                     self._rows.append((number, start, end))
                 else:
                     self.num_skipped += 1
@@ -130,8 +145,7 @@ class FeatureDataset(Dataset):
         number, start, end = self._rows[index]
         names = ("input_ids", "loss_mask", "context_hidden_states", "last_hidden_state")
         item = {name: self._files[number].get_slice(name)[start:end] for name in names}
-        item["input_ids"] = item["input_ids"].long()
-        return item
+        return {**item, "input_ids": item["input_ids"].long(), "row": torch.tensor(index)}
 
     def token_counts(self, vocab_size: int) -> torch.LongTensor:
         """How often each id is supervised: `[vocab_size]`."""
@@ -142,8 +156,42 @@ class FeatureDataset(Dataset):
         return counts
 
 
+class TokenDataset(Dataset):
+    """The same rows without features, which the trainer then takes from the target as it goes."""
+
+    def __init__(self, rows: Sequence[ChatRow]):
+        self._rows = [row for row in rows if has_anchor(torch.tensor(row.loss_mask))]
+        self.num_skipped = len(rows) - len(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = self._rows[index]
+        return {
+            "input_ids": torch.tensor(row.input_ids),
+            "loss_mask": torch.tensor(row.loss_mask, dtype=torch.uint8),
+            "row": torch.tensor(index),
+        }
+
+    def token_counts(self, vocab_size: int) -> torch.LongTensor:
+        """How often each id is supervised: `[vocab_size]`."""
+        ids = [token for row in self._rows for token, mask in zip(row.input_ids, row.loss_mask, strict=True) if mask]
+        return torch.bincount(torch.tensor(ids), minlength=vocab_size)
+
+
+def has_anchor(loss_mask: torch.Tensor) -> bool:
+    """Whether two tokens in a row are supervised."""
+    mask = loss_mask.bool()
+    return bool((mask[:-1] & mask[1:]).any())
+
+
 def collate_features(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Right-pad rows to the longest: `[N, S, ...]`. Padding has loss mask 0 and lies after every anchor."""
-    return {
-        name: torch.nn.utils.rnn.pad_sequence([item[name] for item in items], batch_first=True) for name in items[0]
+    rows = torch.stack([item["row"] for item in items])
+    padded = {
+        name: torch.nn.utils.rnn.pad_sequence([item[name] for item in items], batch_first=True)
+        for name in items[0]
+        if name != "row"
     }
+    return {**padded, "row": rows}

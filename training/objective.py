@@ -12,6 +12,7 @@ a head that trains from the start starves it. Source: arXiv 2605.29707, section 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -66,9 +67,10 @@ def teacher_forced_hidden(
     anchors: torch.LongTensor,
     context_hidden_states: torch.Tensor,
     config: DominoConfig | None = None,
-) -> torch.Tensor:
+    objective: Callable[[torch.Tensor], Any] | None = None,
+) -> Any:
     """
-    One backbone pass over all blocks: draft hidden `[N, A, B, H]`.
+    One backbone pass over all blocks: draft hidden `[N, A, B, H]`, or what `objective` makes of it within the pass.
 
     Args:
         draft: the draft, or what a trainer has wrapped around it; then `config` is the draft's.
@@ -76,14 +78,20 @@ def teacher_forced_hidden(
         blocks, anchors: of the batch.
         context_hidden_states (`torch.Tensor` of shape `[N, S, T * H]`): features of every position.
     """
-    masks = block_attention_masks(anchors, blocks.keep, context_hidden_states.shape[1], config or draft.config)
-    hidden = draft(
+
+    def finish(hidden: torch.Tensor) -> Any:
+        hidden = hidden.view(*blocks.target_ids.shape, -1)
+        return hidden if objective is None else objective(hidden)
+
+    return draft(
         noise_embeds=target.embed(blocks.block_ids),
         context_hidden_states=context_hidden_states,
         position_ids=blocks.position_ids,
-        attention_mask=masks,
-    ).last_hidden_state
-    return hidden.view(*blocks.target_ids.shape, -1)
+        attention_mask=block_attention_masks(
+            anchors, blocks.keep, context_hidden_states.shape[1], config or draft.config
+        ),
+        objective=finish,
+    )
 
 
 def corrected_offsets(draft: DominoDraftModel, device: torch.device) -> torch.BoolTensor:
@@ -91,6 +99,13 @@ def corrected_offsets(draft: DominoDraftModel, device: torch.device) -> torch.Bo
     config = draft.config
     first = int(config.pure_draft_prefix_len or 0) + (0 if config.shift_label else 1)
     return torch.arange(config.block_size, device=device) >= first
+
+
+def in_shortlist(blocks: Blocks, token_ids: torch.LongTensor) -> tuple[torch.Tensor, torch.LongTensor]:
+    """Weights and labels `[N, A, B]` where only the sorted `token_ids` `[K]` are scored: labels are places in these,
+    and those outside weigh nothing."""
+    index = torch.searchsorted(token_ids, blocks.target_ids).clamp(max=len(token_ids) - 1)
+    return blocks.weights * (token_ids[index] == blocks.target_ids), index
 
 
 def domino_loss(
@@ -126,9 +141,7 @@ def domino_loss(
     """
     weights, labels = blocks.weights, blocks.target_ids
     if token_ids is not None:
-        index = torch.searchsorted(token_ids, labels).clamp(max=len(token_ids) - 1)
-        weights = weights * (token_ids[index] == labels)
-        labels = index
+        weights, labels = in_shortlist(blocks, token_ids)
     counted = weights > 0
 
     # Only positions with a label are worth their vocabulary-wide logits.

@@ -2,21 +2,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """How is a draft made? transformers' Trainer, with the Domino objective."""
 
+import hashlib
 from collections import defaultdict
 
 import torch
 from torch.nn import functional as F
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 
+from ..configuration_domino import DominoConfig
 from ..generation.context import TargetParts
 from .arguments import DominoTrainingArguments
 from .blocks import Blocks, build_blocks, sample_anchors
-from .features import FeatureDataset, collate_features
-from .objective import BaseAnchoredCurriculum, ObjectiveOutput, domino_loss, teacher_forced_hidden
+from .features import FeatureDataset, TokenDataset, collate_features, target_features
+from .objective import BaseAnchoredCurriculum, ObjectiveOutput, domino_loss, in_shortlist, teacher_forced_hidden
 
 
 def hidden_loss(
-    draft_hidden: torch.Tensor, last_hidden_state: torch.Tensor, blocks: Blocks, anchors: torch.LongTensor, shift: bool
+    draft_hidden: torch.Tensor,
+    last_hidden_state: torch.Tensor,
+    blocks: Blocks,
+    anchors: torch.LongTensor,
+    shift: bool,
+    total_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     Weighted mean of `1 - cos(draft hidden, target's last hidden state)` where both predict the same token.
@@ -26,6 +33,7 @@ def hidden_loss(
         last_hidden_state (`torch.Tensor` of shape `[N, S, H]`): the target's, after its final norm.
         blocks, anchors: of the batch.
         shift (`bool`): whether labels are shifted: offset k then stands beside the target at anchor + k.
+        total_weight (`torch.FloatTensor` of shape `[]`, *optional*): what to divide by; default: the weights here.
     """
     counted = blocks.weights > 0
     offsets = torch.arange(counted.shape[-1], device=anchors.device) - (0 if shift else 1)
@@ -34,33 +42,51 @@ def hidden_loss(
     wanted = last_hidden_state[rows[counted], positions[counted]]
     distance = 1 - F.cosine_similarity(draft_hidden[counted].float(), wanted.float(), dim=-1)
     weight = blocks.weights[counted]
-    return (distance * weight).sum() / (weight.sum() + 1e-6)
+    return (distance * weight).sum() / ((weight.sum() if total_weight is None else total_weight) + 1e-6)
+
+
+def model_config(model) -> DominoConfig:
+    """The draft's config, whatever is wrapped around the draft."""
+    while not hasattr(model, "config"):
+        model = model.module
+    return model.config
+
+
+def _mix(*parts: object) -> int:
+    """A seed that hangs on all `parts`."""
+    text = " ".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 class DominoTrainer(Trainer):
     """
-    Trains a draft on cached features of a frozen target.
+    Trains a draft beside a frozen target. All that is not the objective is [`~transformers.Trainer`]'s.
+
+    What a step sees hangs on the seed, the step and the rows alone: a run that was killed and resumed, or shared by
+    several processes, takes the same steps.
 
     Args:
-        model (`DominoDraftModel`): the draft.
-        target (`TargetParts`): embedding and output head of the target; never changed.
+        model (`DominoDraftModel` or `PeftModel`): the draft.
+        target (`PreTrainedModel`): lends embedding and output head, and reads rows that come without features; never
+            changed.
         args (`DominoTrainingArguments`): settings.
-        train_dataset (`FeatureDataset`, *optional*): rows with features; `None` to evaluate only.
-        eval_dataset (`FeatureDataset` or `dict`, *optional*): rows held out, or several such sets by name.
+        train_dataset (`FeatureDataset` or `TokenDataset`, *optional*): rows, with or without features; `None` to
+            evaluate only.
+        eval_dataset (the same, or a `dict` of them, *optional*): rows held out, or several such sets by name.
         kwargs: what [`~transformers.Trainer`] takes.
     """
 
     def __init__(
         self,
         model,
-        target: TargetParts,
+        target: PreTrainedModel,
         args: DominoTrainingArguments,
-        train_dataset: FeatureDataset | None = None,
+        train_dataset: FeatureDataset | TokenDataset | None = None,
         **kwargs,
     ):
         kwargs.setdefault("data_collator", collate_features)
         super().__init__(model=model, args=args, train_dataset=train_dataset, **kwargs)
-        self.target = target
+        self.target, self.parts = target, TargetParts(target)
         # Our loss is already a mean, so accumulated micro-batches are averaged by the Trainer.
         self.model_accepts_loss_kwargs = False
         self.curriculum = BaseAnchoredCurriculum(args.lambda_base_start, args.lambda_base_decay_ratio)
@@ -80,29 +106,46 @@ class DominoTrainer(Trainer):
         return self.curriculum.weight(self.state.global_step, self.state.max_steps)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        draft = self.accelerator.unwrap_model(model)
-        # Evaluation must see the same blocks every time; training draws from the global generator, which checkpoints
-        # restore.
-        generator = None if model.training else torch.Generator().manual_seed(self.args.seed)
-        anchors, keep = sample_anchors(inputs["loss_mask"].cpu(), self.args.num_anchors, generator)
-        anchors, keep = anchors.to(inputs["input_ids"].device), keep.to(inputs["input_ids"].device)
-        if anchors.shape[1] == 0:
-            self.num_skipped += 1
-            loss = sum(parameter.sum() for parameter in model.parameters()) * 0.0
-            return (loss, {}) if return_outputs else loss
+        args, config, device = self.args, model_config(model), inputs["input_ids"].device
+        # Evaluation sees the same blocks every time.
+        step = self.state.global_step if model.training else "evaluation"
+        seeds = [_mix(args.seed, step, row) for row in inputs["row"].tolist()]
+        anchors, keep = (t.to(device) for t in sample_anchors(inputs["loss_mask"], args.num_anchors, seeds))
+        self.num_skipped += int(not keep.any())
+        blocks = build_blocks(inputs["input_ids"], inputs["loss_mask"], anchors, keep, config, args.loss_decay_gamma)
+        if "context_hidden_states" not in inputs:
+            inputs = {
+                **inputs,
+                **target_features(self.target, self.parts, inputs["input_ids"], config.target_layer_ids),
+            }
 
-        blocks = build_blocks(
-            inputs["input_ids"], inputs["loss_mask"], anchors, keep, draft.config, self.args.loss_decay_gamma
-        )
-        hidden = teacher_forced_hidden(
-            model, self.target, blocks, anchors, inputs["context_hidden_states"], draft.config
-        )
-        output = domino_loss(draft, self.target, blocks, hidden, self.lambda_base, self.token_ids)
-        loss = output.loss
-        if self.args.hidden_loss_weight:
-            pull = hidden_loss(hidden, inputs["last_hidden_state"], blocks, anchors, draft.config.shift_label)
-            loss = loss + self.args.hidden_loss_weight * pull
-            output.sums["hidden_loss"], output.counts["hidden_loss"] = pull.detach(), torch.tensor(1)
+        weights = blocks.weights if self.token_ids is None else in_shortlist(blocks, self.token_ids)[0]
+        # Gradients are averaged over processes, so dividing by the mean weight weighs their batches as one.
+        total_weight = self.accelerator.reduce(weights.sum(), "mean")
+        draft = self.accelerator.unwrap_model(model)
+
+        def objective(hidden: torch.Tensor) -> tuple[torch.Tensor, ObjectiveOutput]:
+            output = domino_loss(
+                draft, self.parts, blocks, hidden, self.lambda_base, self.token_ids, args.loss_chunk_size, total_weight
+            )
+            loss = output.loss
+            if args.hidden_loss_weight:
+                last = inputs["last_hidden_state"].to(device)
+                pull = hidden_loss(hidden, last, blocks, anchors, config.shift_label, total_weight)
+                loss = loss + args.hidden_loss_weight * pull
+                output.sums["hidden_loss"], output.counts["hidden_loss"] = pull.detach(), torch.tensor(1)
+            return loss, output
+
+        with self.accelerator.autocast():
+            loss, output = teacher_forced_hidden(
+                model,
+                self.parts,
+                blocks,
+                anchors,
+                inputs["context_hidden_states"].to(device),
+                config,
+                objective,
+            )
         self._keep_metrics(output)
         return (loss, {"objective": output}) if return_outputs else loss
 
@@ -115,10 +158,13 @@ class DominoTrainer(Trainer):
             self._counts[name] += 1
 
     def _take_metrics(self) -> dict[str, float]:
-        metrics = {name: self._sums[name] / max(self._counts[name], 1) for name in self._sums}
+        names = sorted(self._sums)
+        pairs = torch.tensor([[self._sums[name], self._counts[name]] for name in names], device=self.args.device)
         self._sums.clear()
         self._counts.clear()
-        return metrics
+        if names:
+            pairs = self.accelerator.reduce(pairs, "sum")
+        return {name: total / max(count, 1) for name, (total, count) in zip(names, pairs.tolist(), strict=True)}
 
     def log(self, logs, *args, **kwargs):
         # Sums are divided here, last, over all that was seen since the previous report.

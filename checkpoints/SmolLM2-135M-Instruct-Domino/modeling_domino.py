@@ -13,11 +13,13 @@ Source: arXiv 2605.29707; the backbone is that of DFlash with Qwen3-style layers
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import (
@@ -111,7 +113,7 @@ class DominoAttention(nn.Module):
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
 
 
-class DominoLayer(nn.Module):
+class DominoLayer(GradientCheckpointingLayer):
     """One Qwen3-style decoder layer (pre-norm attention, pre-norm SwiGLU) with the context injected as keys/values."""
 
     def __init__(self, config: DominoConfig, layer_idx: int):
@@ -166,6 +168,7 @@ class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "noise_embeds"
     _no_split_modules = ["DominoLayer"]  # noqa: RUF012
+    supports_gradient_checkpointing = True
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -189,6 +192,9 @@ class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
             )
         self.post_init()
 
+    def get_input_embeddings(self) -> None:
+        """The draft has none of its own; it borrows the target's."""
+
     def _init_weights(self, module):
         if isinstance(module, nn.GRU):
             # torch's own range for a GRU, through transformers' functions: they leave loaded tensors alone.
@@ -207,8 +213,9 @@ class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
         position_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | dict[str, torch.Tensor | None] | None = None,
         cache: Cache | None = None,
+        objective: Callable[[torch.Tensor], Any] | None = None,
         **kwargs,
-    ) -> BaseModelOutput:
+    ) -> Any:
         r"""
         One drafting pass: hidden states for a whole block.
 
@@ -226,6 +233,9 @@ class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
             cache (`Cache`, *optional*):
                 Keys and values of the context. It is extended by the context *and* the block: crop the block off
                 after the pass (`cache.crop(-B)`), as transformers' own DFlash loop does.
+            objective (`Callable`, *optional*):
+                Called with draft hidden before the pass returns, and its result is returned instead. For training:
+                what wraps a model (DDP, FSDP) has its parameters at hand during `forward` only, the head's too.
 
         Returns:
             `BaseModelOutput` with `last_hidden_state` (draft hidden) of shape `[N, B, H]`.
@@ -260,7 +270,8 @@ class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
 
         for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
             hidden_states = layer(hidden_states, context, position_embeddings, masks[layer_type], cache, **kwargs)
-        return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
+        hidden_states = self.norm(hidden_states)
+        return BaseModelOutput(last_hidden_state=hidden_states) if objective is None else objective(hidden_states)
 
     def _check_width(self, name: str, tensor: torch.Tensor, width: int):
         if tensor.shape[-1] != width:
