@@ -32,7 +32,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from domino_spec import DominoConfig, DominoDraftModel
 from domino_spec.checkpoints import load_default_target
 from domino_spec.training.arguments import DominoTrainingArguments
-from domino_spec.training.data import encode_chat, read_chat_rows
+from domino_spec.training.data import load_rows
 from domino_spec.training.features import FeatureDataset, cache_features, feature_bytes
 from domino_spec.training.initialization import initialize_from_target
 from domino_spec.training.trainer import DominoTrainer
@@ -118,10 +118,8 @@ def main():
 
     train_folders, eval_datasets = [], {}
     for path in recipe.rows:
-        rows = [
-            encode_chat(tokenizer, row["messages"], recipe.max_length, row.get("finished", True))
-            for row in read_chat_rows(path)
-        ]
+        rows, report = load_rows(path, tokenizer, recipe.max_length, target.config.vocab_size)
+        logger.info(report)
         splits = {"eval": rows[:: recipe.eval_every]}
         if args.do_train:
             splits["train"] = [row for i, row in enumerate(rows) if i % recipe.eval_every]

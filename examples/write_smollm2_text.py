@@ -20,7 +20,7 @@ import re
 import torch
 
 from domino_spec.checkpoints import load_default_target
-from domino_spec.training.data import read_chat_rows
+from domino_spec.training.data import DataReport, read_conversations
 from domino_spec.training.regenerate import regenerate
 
 MODULES = (
@@ -141,7 +141,9 @@ def make_prompts(count: int, questions: str | None, seed: int) -> list[str]:
         [question.format(topic) for question in QUESTIONS for topic in TOPICS],
     ]
     if questions is not None:
-        asked = sorted({row["messages"][0]["content"] for row in read_chat_rows(questions) if _counts(row)})
+        asked = sorted(
+            {row["messages"][0]["content"] for _, row in read_conversations(questions, DataReport()) if _counts(row)}
+        )
         suffix = "\nPlease reason step by step, and put your final answer within \\boxed{}."
         kinds.append([with_other_numbers(question, rng) + suffix for question in asked for _ in range(2)])
     for kind in kinds:

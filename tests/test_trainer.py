@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from domino_spec.generation.context import TargetParts
 from domino_spec.training.arguments import DominoTrainingArguments
 from domino_spec.training.blocks import build_blocks, sample_anchors
-from domino_spec.training.data import ChatRow, encode_chat, read_chat_rows
+from domino_spec.training.data import ChatRow
 from domino_spec.training.features import FeatureDataset, TokenDataset, cache_features, collate_features, feature_bytes
 from domino_spec.training.initialization import initialize_from_target
 from domino_spec.training.regenerate import regenerate
@@ -293,54 +293,6 @@ def tokenizer():
         "{% if add_generation_prompt %}<assistant> {% endif %}"
     )
     return tokenizer
-
-
-class TestChat:
-    MESSAGES = (
-        {"role": "user", "content": "hi there"},
-        {"role": "assistant", "content": "you too"},
-        {"role": "user", "content": "bye"},
-        {"role": "assistant", "content": "bye bye"},
-    )
-
-    def supervised(self, tokenizer, row):
-        return tokenizer.convert_ids_to_tokens([t for t, m in zip(row.input_ids, row.loss_mask, strict=True) if m])
-
-    def test_what_the_assistant_wrote_is_supervised_with_its_end_of_turn(self, tokenizer):
-        row = encode_chat(tokenizer, list(self.MESSAGES), max_length=100)
-        assert self.supervised(tokenizer, row) == ["you", "too", "<end>", "bye", "bye", "<end>"]
-        assert len(row.input_ids) == len(row.loss_mask)
-
-    def test_an_unfinished_answer_ends_with_its_own_last_token(self, tokenizer):
-        row = encode_chat(tokenizer, list(self.MESSAGES[:2]), max_length=100, finished=False)
-        assert self.supervised(tokenizer, row) == ["you", "too"]
-        assert tokenizer.convert_ids_to_tokens(row.input_ids)[-1] == "too"
-
-    def test_rows_are_cut_to_length(self, tokenizer):
-        row = encode_chat(tokenizer, list(self.MESSAGES), max_length=6)
-        assert len(row.input_ids) == len(row.loss_mask) == 6
-
-    def test_a_template_that_rewrites_earlier_turns_is_refused(self, tokenizer):
-        tokenizer.chat_template = "{% if messages | length > 2 %}too {% endif %}" + tokenizer.chat_template
-        with pytest.raises(ValueError, match="renders turn 3 differently"):
-            encode_chat(tokenizer, list(self.MESSAGES), max_length=100)
-
-    @pytest.mark.parametrize(
-        ("line", "message"),
-        [
-            ("{broken", r":2 is not JSON"),
-            ('{"text": "x"}', r":2 has no usable `messages`"),
-            ('{"messages": []}', r":2 has no usable `messages`"),
-            ('{"messages": [{"role": "user", "content": ""}]}', r":2 has no usable `messages`"),
-            ('["messages"]', r":2 has no usable `messages`"),
-        ],
-        ids=["not-json", "no-messages", "empty-messages", "empty-content", "not-an-object"],
-    )
-    def test_a_bad_row_is_named_by_file_and_line(self, line, message, tmp_path):
-        path = tmp_path / "rows.jsonl"
-        path.write_text(json.dumps({"messages": list(self.MESSAGES)}) + "\n" + line + "\n")
-        with pytest.raises(ValueError, match=message):
-            list(read_chat_rows(path))
 
 
 class TestRegenerate:
