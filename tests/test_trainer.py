@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data, cached features and the trainer, on a tiny target: what moves, what is supervised, what survives a kill."""
 
+import copy
 import json
 
 import pytest
@@ -16,7 +17,14 @@ from domino_spec.generation.context import TargetParts
 from domino_spec.training.arguments import DominoTrainingArguments
 from domino_spec.training.blocks import build_blocks, sample_anchors
 from domino_spec.training.data import ChatRow
-from domino_spec.training.features import FeatureDataset, TokenDataset, cache_features, collate_features, feature_bytes
+from domino_spec.training.features import (
+    FeatureDataset,
+    TokenDataset,
+    cache_features,
+    collate_features,
+    feature_bytes,
+    target_fingerprint,
+)
 from domino_spec.training.initialization import initialize_from_target
 from domino_spec.training.regenerate import regenerate
 from domino_spec.training.trainer import DominoTrainer, hidden_loss
@@ -257,8 +265,23 @@ class TestFeatures:
         assert shards[1].read_bytes() == second and first != second
 
     def test_features_of_other_layers_are_refused(self, target, features):
-        with pytest.raises(ValueError, match=r"made with .*\[0, 2, 3\].*not .*\[1, 2\]"):
+        with pytest.raises(ValueError, match=r"made with .*layer_ids \[0, 2, 3\], not \[1, 2\]"):
             cache_features(target, make_rows(target), [1, 2], features)
+
+    def test_features_of_other_rows_or_another_target_are_refused(self, target, features, tmp_path):
+        with pytest.raises(ValueError, match=r"rows 12-.*, not 3-"):
+            cache_features(target, make_rows(target, count=3), LAYER_IDS, features)
+        other = make_target("qwen3", dtype=torch.float32, seed=5).requires_grad_(False)
+        with pytest.raises(ValueError, match=r"target qwen3-.*, not qwen3-"):
+            cache_features(other, make_rows(target), LAYER_IDS, features)
+        with pytest.raises(ValueError, match=r"features in .* made with target qwen3-.* but this run has qwen3-"):
+            make_trainer(other, features, tmp_path)
+        draft = make_draft(target, target_layer_ids=[0, 1, 2])
+        with pytest.raises(ValueError, match=r"layer_ids \[0, 2, 3\], but this run has \[0, 1, 2\]"):
+            make_trainer(target, features, tmp_path, draft)
+
+    def test_a_target_is_the_same_in_any_dtype(self, target):
+        assert target_fingerprint(target) == target_fingerprint(copy.deepcopy(target).to(torch.bfloat16))
 
     def test_rows_without_an_anchor_are_left_out_and_counted(self, target, tmp_path):
         rows = [ChatRow([1, 2, 3, 4], [0, 1, 0, 1]), ChatRow([1, 2, 3, 4], [0, 1, 1, 0])]

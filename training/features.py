@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where do context features come from? One target pass over the training text, kept on disk and read memory-mapped."""
 
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -23,6 +24,28 @@ ROWS_PER_SHARD = 64
 def feature_bytes(rows: Sequence[ChatRow], hidden_size: int, num_layers: int) -> int:
     """Bytes on disk for the features of `rows`: bf16, `num_layers` tapped layers and the last hidden state."""
     return sum(len(row.input_ids) for row in rows) * hidden_size * (num_layers + 1) * 2
+
+
+def target_fingerprint(target: PreTrainedModel) -> str:
+    """
+    Tells targets apart: the architecture, its shape, and a few weights from all over it. In bf16, so that the dtype a
+    target is loaded with makes no difference.
+    """
+    config = target.config.get_text_config(decoder=True)
+    shape = [getattr(config, name) for name in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")]
+    digest = hashlib.blake2b(repr(shape).encode(), digest_size=8)
+    parameters = [p for _, p in sorted(target.named_parameters()) if p.is_floating_point() and not p.is_meta]
+    for parameter in parameters[:: max(1, len(parameters) // 16)]:
+        some = parameter.detach().flatten()[:64].to("cpu", torch.bfloat16)
+        digest.update(some.view(torch.int16).numpy().tobytes())
+    return f"{config.model_type}-{digest.hexdigest()}"
+
+
+def _digest(rows: Sequence[ChatRow]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for row in rows:
+        digest.update(repr((row.input_ids, row.loss_mask)).encode())
+    return f"{len(rows)}-{digest.hexdigest()}"
 
 
 @torch.no_grad()
@@ -70,10 +93,12 @@ def cache_features(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    settings = {"layer_ids": layer_ids, "hidden_size": target.config.get_text_config().hidden_size, "rows": len(rows)}
+    settings = {"target": target_fingerprint(target), "layer_ids": layer_ids, "rows": _digest(rows)}
     manifest = folder / "features.json"
     if manifest.exists() and (found := json.loads(manifest.read_text())) != settings:
-        raise ValueError(f"{folder} holds features made with {found}, not {settings}: use another folder.")
+        names = [name for name in settings if found.get(name) != settings[name]]
+        differs = "; ".join(f"{name} {found.get(name)}, not {settings[name]}" for name in names)
+        raise ValueError(f"{folder} holds features made with other settings ({differs}): use another folder.")
     manifest.write_text(json.dumps(settings))
 
     parts = TargetParts(target)
@@ -120,12 +145,20 @@ class FeatureDataset(Dataset):
 
     Raises:
         ValueError: when the folders hold no shard.
+
+    Attributes:
+        settings (`dict[str, dict]`): of each folder, the target (see [`target_fingerprint`]), layers and rows that
+            its features were made with.
     """
 
     def __init__(self, *folders: str | Path):
+        self.settings: dict[str, dict] = {}
         shards = [path for folder in folders for path in sorted(Path(folder).glob("shard-*.safetensors"))]
         if not shards:
             raise ValueError(f"No feature shards in {[str(f) for f in folders]}: run `cache_features` first.")
+        for folder in folders:
+            manifest = Path(folder) / "features.json"
+            self.settings[str(folder)] = json.loads(manifest.read_text()) if manifest.exists() else {}
         self._files = [safe_open(path, framework="pt") for path in shards]
         self._rows: list[tuple[int, int, int]] = []
         self.num_skipped = 0

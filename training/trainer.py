@@ -13,7 +13,7 @@ from ..configuration_domino import DominoConfig
 from ..generation.context import TargetParts
 from .arguments import DominoTrainingArguments
 from .blocks import Blocks, build_blocks, sample_anchors
-from .features import FeatureDataset, TokenDataset, collate_features, target_features
+from .features import FeatureDataset, TokenDataset, collate_features, target_features, target_fingerprint
 from .objective import BaseAnchoredCurriculum, ObjectiveOutput, domino_loss, in_shortlist, teacher_forced_hidden
 
 
@@ -52,6 +52,17 @@ def model_config(model) -> DominoConfig:
     return model.config
 
 
+def _check_features(dataset, target: PreTrainedModel, layer_ids: list[int]):
+    expected = {"target": target_fingerprint(target), "layer_ids": layer_ids}
+    for folder, settings in getattr(dataset, "settings", {}).items():
+        for name, value in expected.items():
+            if settings.get(name) != value:
+                raise ValueError(
+                    f"The features in {folder} were made with {name} {settings.get(name)}, but this run has {value}: "
+                    "make them anew in another folder."
+                )
+
+
 def _mix(*parts: object) -> int:
     """A seed that hangs on all `parts`."""
     text = " ".join(map(str, parts)).encode()
@@ -74,6 +85,9 @@ class DominoTrainer(Trainer):
             evaluate only.
         eval_dataset (the same, or a `dict` of them, *optional*): rows held out, or several such sets by name.
         kwargs: what [`~transformers.Trainer`] takes.
+
+    Raises:
+        ValueError: when features were made with another target, or for other layers than the draft's.
     """
 
     def __init__(
@@ -86,6 +100,9 @@ class DominoTrainer(Trainer):
     ):
         kwargs.setdefault("data_collator", collate_features)
         super().__init__(model=model, args=args, train_dataset=train_dataset, **kwargs)
+        held_out = kwargs.get("eval_dataset") or {}
+        for dataset in (train_dataset, *(held_out.values() if isinstance(held_out, dict) else [held_out])):
+            _check_features(dataset, target, model.config.target_layer_ids)
         self.target, self.parts = target, TargetParts(target)
         # Our loss is already a mean, so accumulated micro-batches are averaged by the Trainer.
         self.model_accepts_loss_kwargs = False
