@@ -54,7 +54,7 @@ def features(target, tmp_path_factory):
     return folder
 
 
-def make_trainer(target, folder, output_dir, draft=None, **overrides):
+def make_trainer(target, folder, output_dir, draft=None, dataset=None, **overrides):
     settings = {
         "output_dir": str(output_dir),
         "max_steps": 6,
@@ -73,8 +73,8 @@ def make_trainer(target, folder, output_dir, draft=None, **overrides):
         model=draft.train(),
         target=target,
         args=DominoTrainingArguments(**{**settings, **overrides}),
-        train_dataset=FeatureDataset(folder),
-        eval_dataset=FeatureDataset(folder),
+        train_dataset=FeatureDataset(folder) if dataset is None else dataset,
+        eval_dataset=FeatureDataset(folder) if dataset is None else dataset,
     )
 
 
@@ -159,8 +159,7 @@ class TestTrainer:
     def test_features_taken_as_it_goes_give_the_losses_of_cached_ones(self, target, features, tmp_path):
         histories = []
         for dataset in (FeatureDataset(features), TokenDataset(make_rows(target))):
-            trainer = make_trainer(target, features, tmp_path, hidden_loss_weight=0.5, logging_steps=1)
-            trainer.train_dataset = dataset
+            trainer = make_trainer(target, None, tmp_path, None, dataset, hidden_loss_weight=0.5, logging_steps=1)
             trainer.train()
             histories.append([entry for entry in trainer.state.log_history if "final_loss" in entry])
         names = ("loss", "base_loss", "final_loss", "hidden_loss", "accept_len")
