@@ -5,6 +5,7 @@
 domino-spec demo                      watch the embedded draft at work, then see what it gains
 domino-spec demo --prompt "..."       the same for one prompt of your own
 domino-spec bench --prompts a.jsonl   measure acceptance, speed and equality of the output over prompt files
+domino-spec train recipe.yaml         train a draft, or an adapter for one
 """
 
 import argparse
@@ -245,7 +246,26 @@ def build_parser() -> argparse.ArgumentParser:
     )
     benchmark.add_arguments(bench)
     bench.set_defaults(run=benchmark.run)
+
+    # Its arguments are those of a recipe, which transformers' parser reads, `--help` included.
+    train = commands.add_parser("train", help="train a draft, or an adapter for one", add_help=False)
+    train.set_defaults(run=run_train)
     return parser
+
+
+def run_train(args: argparse.Namespace) -> int:
+    """
+    Trains as the recipe says, see [`training.recipe`].
+
+    Raises:
+        InputError: if the recipe or what it names cannot be used, or a package for training is missing.
+    """
+    try:
+        from .training import recipe
+
+        return recipe.main(args.rest)
+    except (ImportError, OSError, ValueError) as error:
+        raise InputError(str(error)) from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -263,8 +283,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an answer may hold characters that the terminal lacks
     try:
-        args = build_parser().parse_args(argv)
-        args.argv = argv
+        args, rest = build_parser().parse_known_args(argv)
+        if rest and args.run is not run_train:
+            raise InputError(f"unrecognized arguments: {' '.join(rest)} (see `domino-spec --help`)")
+        args.argv, args.rest = argv, rest
         return args.run(args)
     except InputError as error:
         print(f"domino-spec: error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -1,13 +1,126 @@
 # Copyright 2026 The domino_spec authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Where does a new draft start? From the target's own layers."""
+"""Where does a draft start? From the target's own layers, or from another draft, with or without a head."""
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..configuration_domino import DominoConfig
 from ..generation.context import decoder_layers
 from ..modeling_domino import DominoDraftModel
+
+_SHAPE = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "vocab_size",
+)
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def spread_layer_ids(depth: int, count: int) -> list[int]:
+    """`count` of `depth` target layers, evenly spread from the second to the third last, as DFlash drafts read them."""
+    first, last = min(1, depth - 1), max(depth - 3, 0)
+    if count == 1 or last <= first:
+        return sorted({first, last})[:count]
+    return sorted({round(first + i * (last - first) / (count - 1)) for i in range(count)})
+
+
+def find_mask_token(tokenizer: PreTrainedTokenizerBase, mask_token: str | None) -> int:
+    """
+    The id that fills a block: that of `mask_token` (an id, or a token of the vocabulary), else the tokenizer's own.
+
+    Raises:
+        ValueError: when there is none; a guess would quietly cost acceptance. The message offers reserved tokens.
+    """
+    if mask_token is None and tokenizer.mask_token_id is not None:
+        return tokenizer.mask_token_id
+    vocabulary = tokenizer.get_vocab()
+    if mask_token is not None and mask_token.isdecimal() and int(mask_token) in vocabulary.values():
+        return int(mask_token)
+    if mask_token in vocabulary:
+        return vocabulary[mask_token]
+    used = str(tokenizer.chat_template)
+    spare = [str(t) for t in tokenizer.added_tokens_decoder.values() if str(t) not in used][:12]
+    asked = (
+        "No `mask_token` is given" if mask_token is None else f"`mask_token` {mask_token!r} is no token of the target"
+    )
+    raise ValueError(
+        f"{asked}, and the tokenizer has none of its own: name a token that text never holds, such as one of {spare}."
+    )
+
+
+def draft_config_for(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    num_layers: int,
+    block_size: int,
+    mask_token: str | None,
+    target_layer_ids: int | list[int],
+    gru_hidden_dim: int,
+    emb_dim: int,
+    pure_draft_prefix_len: int = 1,
+) -> DominoConfig:
+    """
+    The config of a new draft with layers of the target's own shape.
+
+    Args:
+        target, tokenizer: the pair.
+        num_layers, block_size, gru_hidden_dim, emb_dim, pure_draft_prefix_len (`int`): see [`DominoConfig`].
+        mask_token (`str`, *optional*): see [`find_mask_token`].
+        target_layer_ids (`int` or `list[int]`): how many target layers to read, or which.
+
+    Raises:
+        ValueError: when there is no mask token, or the fields do not fit together.
+    """
+    config = target.config.get_text_config(decoder=True)
+    depth = config.num_hidden_layers
+    if isinstance(target_layer_ids, int):
+        target_layer_ids = spread_layer_ids(depth, target_layer_ids)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return DominoConfig(
+        **{name: getattr(config, name) for name in _SHAPE},
+        # By these a pipeline tells that target and draft share a tokenizer.
+        **{name: getattr(config, name, None) for name in _TOKENS},
+        head_dim=head_dim,
+        attention_bias=bool(getattr(config, "attention_bias", False)),
+        rope_parameters=dict(config.rope_parameters),
+        max_position_embeddings=config.max_position_embeddings,
+        num_hidden_layers=num_layers,
+        num_target_layers=depth,
+        target_layer_ids=target_layer_ids,
+        block_size=block_size,
+        mask_token_id=find_mask_token(tokenizer, mask_token),
+        projector_type="domino",
+        shift_label=True,
+        pure_draft_prefix_len=pure_draft_prefix_len,
+        gru_hidden_dim=gru_hidden_dim,
+        emb_dim=emb_dim,
+    )
+
+
+def with_head(
+    draft: DominoDraftModel, gru_hidden_dim: int, emb_dim: int, pure_draft_prefix_len: int
+) -> DominoDraftModel:
+    """A copy of a draft without head (a DFlash checkpoint), its labelling kept, with one that corrects nothing yet."""
+    fields = draft.config.to_dict()
+    for name in ("dflash_config", "auto_map", "architectures", "model_type"):
+        fields.pop(name, None)
+    head = {"gru_hidden_dim": gru_hidden_dim, "emb_dim": emb_dim, "pure_draft_prefix_len": pure_draft_prefix_len}
+    grown = DominoDraftModel(DominoConfig(**{**fields, **head, "projector_type": "domino"})).to(draft.dtype)
+    grown.load_state_dict(draft.state_dict(), strict=False)
+    nn.init.zeros_(grown.embed_proj[2].weight)
+    return grown
+
+
+def renew_head(draft: DominoDraftModel):
+    """Put the head of a draft back to where training begins, in place: no correction."""
+    for module in (draft.prefix_gru, draft.embed_proj[0]):
+        module.reset_parameters()
+    nn.init.zeros_(draft.embed_proj[2].weight)
 
 
 @torch.no_grad()
@@ -34,6 +147,8 @@ def initialize_from_target(
     if len(source_layers) != len(draft.layers):
         raise ValueError(f"`source_layers` names {len(source_layers)} layers for a draft of {len(draft.layers)}.")
     layers = decoder_layers(target)
+    if bad := [i for i in source_layers if not 0 <= i < len(layers)]:
+        raise ValueError(f"`source_layers` names {bad}, but the target has layers 0..{len(layers) - 1}.")
 
     def copy(name: str, into: nn.Module, source: nn.Module):
         theirs = dict(source.named_parameters()).get(name)
