@@ -29,14 +29,14 @@ def register():
 
     @functools.wraps(decoding)
     def assisted_decoding(self, input_ids, *args, assistant_model=None, **kwargs):
-        own = getattr(assistant_model, "assisted_decoding", None)
+        own = _method_of(assistant_model, "assisted_decoding")
         if own is None or _asks_for_the_hosts_loop(kwargs.get("generation_config")):
             return decoding(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
         return own(self, input_ids, *args, **kwargs)
 
     @functools.wraps(validation)
     def validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
-        own = getattr(generation_mode_kwargs.get("assistant_model"), "validate_assisted_decoding", None)
+        own = _method_of(generation_mode_kwargs.get("assistant_model"), "validate_assisted_decoding")
         if own is None or _asks_for_the_hosts_loop(generation_config):
             return validation(self, generation_mode, generation_config, generation_mode_kwargs)
         return own(self, generation_config)
@@ -48,6 +48,13 @@ def register():
         if not hasattr(getattr(GenerationMixin, name), _MARK):
             setattr(method, _MARK, True)
             setattr(GenerationMixin, name, method)
+
+
+def _method_of(assistant_model: Any, name: str) -> Any:
+    """The assistant's own method, also where the assistant is wrapped for data parallelism; else `None`."""
+    while not hasattr(assistant_model, name) and isinstance(getattr(assistant_model, "module", None), torch.nn.Module):
+        assistant_model = assistant_model.module
+    return getattr(assistant_model, name, None)
 
 
 def _asks_for_the_hosts_loop(generation_config: GenerationConfig | None) -> bool:
@@ -180,6 +187,12 @@ class DominoDecodingMixin:
                 f"{type(target).__name__} has recurrent layers, whose state cannot forget a rejected proposal: "
                 "generate without the draft."
             )
+        wrapper = getattr(target.prepare_inputs_for_generation, "__self__", None)
+        if getattr(getattr(wrapper, "active_peft_config", None), "is_prompt_learning", False):
+            raise ValueError(
+                "The target has an adapter that prepends learnt tokens (prompt, prefix or P-tuning), whose passes a "
+                "draft cannot share: use LoRA or another adapter of weights, or generate without the draft."
+            )
         config, theirs = self.config, target.config.get_text_config(decoder=True)
         embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
         pairs = [
@@ -196,6 +209,12 @@ class DominoDecodingMixin:
                     f"{type(target).__name__} has {their}: use the draft of this target, or the target of this draft"
                     f"{remedy}."
                 )
+        width = getattr(embedding, "embedding_dim", config.hidden_size)
+        if width != config.hidden_size:
+            raise ValueError(
+                f"The embedding of {type(target).__name__} is {width} wide and projected to the hidden size "
+                f"{config.hidden_size} later, which a Domino draft does not know: generate without the draft."
+            )
         if embedding is not None and config.mask_token_id >= vocabulary_size(embedding):
             raise ValueError(
                 f"The draft's `mask_token_id` is {config.mask_token_id}, but the embedding of {type(target).__name__} "

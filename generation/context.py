@@ -43,7 +43,19 @@ class ContextCapture:
         Context features of what the target has read since the last `clear` or `take` (several passes when the prompt
         is read in chunks): `[N, L, T * H]`, layers concatenated on the last dimension, on `device`. They are then
         forgotten, so that nothing large stays alive.
+
+        Raises:
+            ValueError: when a layer does not return one state for each position.
         """
+        lengths = {i: [tuple(states.shape) for states in self._outputs[i]] for i in self.layer_ids}
+        reference = [shape[:2] for shape in lengths[self.layer_ids[0]]]
+        for i, shapes in lengths.items():
+            if any(len(shape) != 3 for shape in shapes) or [shape[:2] for shape in shapes] != reference:
+                raise ValueError(
+                    f"Target layer {i} returned states of shape {shapes}, where layer {self.layer_ids[0]} read "
+                    f"{reference}: this architecture's layers do not give one state for each position, so a draft "
+                    "cannot read them. Choose other `target_layer_ids`, or generate without the draft."
+                )
         states = [torch.cat(self._outputs[i], dim=1).to(device) for i in self.layer_ids]
         self.clear()
         return torch.cat(states, dim=-1)

@@ -6,6 +6,7 @@ The loop is ours and not the host's: the host's takes the draft's word on fewer 
 handling of blocks has differed between versions. It is entered with everything that `generate` has prepared.
 """
 
+import inspect
 import time
 from typing import Any
 
@@ -19,6 +20,7 @@ from .compat import (
     CACHE_NAME,
     DominoGenerateOutput,
     asked_for,
+    is_returned,
     layers_that_keep,
     make_output,
     recording_past,
@@ -67,6 +69,9 @@ def check_supported(generation_config: GenerationConfig):
             "pass prefix_allowed_tokens_fn instead",
         ),
     ]
+    schedules = ("constant", "heuristic", "heuristic_transient")
+    if (schedule := config.num_assistant_tokens_schedule) not in (None, *schedules):
+        refusals.append((True, f"num_assistant_tokens_schedule={schedule!r}", f"choose one of {', '.join(schedules)}"))
     # Other sources of proposals. Later versions of transformers know more of them than earlier ones.
     for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"):
         if value := getattr(config, name, None):
@@ -96,6 +101,10 @@ def _check_cache(cache: Cache | None, target: PreTrainedModel) -> Cache:
             f"{type(target).__name__} keeps no cache that can be cropped back after a rejected proposal, which a "
             "Domino draft needs: generate without the draft."
         )
+    if not hasattr(cache, "layers"):
+        raise ValueError(
+            f"A {type(cache).__name__} cannot be used with a Domino draft: pass a DynamicCache, or leave the cache out."
+        )
     if layers := layers_that_keep(cache):
         raise ValueError(
             f"The cache of {type(target).__name__} has layers that cannot forget rejected proposals: "
@@ -107,10 +116,38 @@ def _check_cache(cache: Cache | None, target: PreTrainedModel) -> Cache:
 
 def _past_length(cache: Cache | None, target: PreTrainedModel) -> int:
     """Tokens that the target's cache holds before the prefill; raises where rejected tokens could not be forgotten."""
-    if cache is not None and any(cache.is_linear):
+    takes = inspect.signature(target.forward).parameters
+    if "input_ids" in takes and CACHE_NAME not in takes:
+        # What it is given is swallowed by its `**kwargs`.
+        cache = None
+    if cache is not None and hasattr(cache, "layers") and any(cache.is_linear):
         # Convolutions know only after their first pass that they can be put back, and are asked then.
         return 0
     return int(_check_cache(cache, target).get_seq_length())
+
+
+def _check_rope(
+    target: PreTrainedModel, input_ids: torch.LongTensor, mask: torch.Tensor | None, max_length: int | None
+):
+    """
+    Refuse rotary embeddings that change with the length of the text, where this call would take them over the limit:
+    token by token, each key is rotated as was right when it was written, and a block would rotate them otherwise.
+    """
+    config = target.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    if kind not in ("dynamic", "longrope"):
+        return
+    limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    shortest = input_ids.shape[1] if mask is None or mask.dim() != 2 else int(mask.sum(-1).min())
+    # Long RoPE has one rotation on either side; the dynamic one has another at each length.
+    beyond = kind == "longrope" and shortest > limit
+    if not beyond and (max_length is None or max_length > limit):
+        raise ValueError(
+            f"{type(target).__name__} has {kind} RoPE, which changes at {limit} tokens, and this call may cross that "
+            f"(prompts from {shortest} tokens, at most {max_length} in all): set max_length to {limit} or less"
+            f"{', or give longer prompts' if kind == 'longrope' else ''}, or generate without the draft."
+        )
 
 
 class _Decoding:
@@ -119,7 +156,7 @@ class _Decoding:
 
     Args:
         draft, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer, use_head,
-            model_kwargs: as for [`domino_decoding`].
+            synced_gpus, model_kwargs: as for [`domino_decoding`].
         parts (`TargetParts`): of the target.
         capture (`ContextCapture`): open on the target layers that the draft reads.
     """
@@ -136,8 +173,10 @@ class _Decoding:
         generation_config: GenerationConfig,
         streamer: BaseStreamer | None,
         use_head: bool,
+        synced_gpus: bool,
         model_kwargs: dict[str, Any],
     ):
+        self.synced_gpus = synced_gpus
         self.draft, self.target, self.parts, self.capture = draft, target, parts, capture
         self.generation_config, self.use_head = generation_config, use_head
         self.logits_processor, self.stopping_criteria, self.streamer = logits_processor, stopping_criteria, streamer
@@ -166,6 +205,8 @@ class _Decoding:
     def prefill(self):
         """Read the prompt and commit the target's first token: the first anchors."""
         past_length = _past_length(self.model_kwargs.get(CACHE_NAME), self.target)
+        mask = self.model_kwargs.get("attention_mask")
+        _check_rope(self.target, self.sequences.prefix(), mask, self.stopping_criteria.max_length)
         input_ids = self.sequences.prefix()
         outputs = self.target._prefill(input_ids, self.generation_config, self.model_kwargs, is_first_iteration=True)
         self.cache = _check_cache(outputs.get(CACHE_NAME), self.target)
@@ -193,6 +234,8 @@ class _Decoding:
             self.num_rows > 1
             # Attentions are given key by key, so no key may be missing.
             and not self.generation_config.output_attentions
+            # What ended rows lack in a returned cache is read in one more pass, which other processes would not join.
+            and not (self.synced_gpus and is_returned(self.cache, self.generation_config))
             and are_row_wise(self.logits_processor, self.stopping_criteria, self.pads)
             and OwnPace.suits(self.target, self.cache, self.model_kwargs)
         ):
@@ -250,6 +293,10 @@ class _Decoding:
             self.use_head,
             self.schedule,
         )
+        if self.pad_token_id is not None and any(self.stopped):
+            # What ended rows will commit, so that the target reads what plain decoding has it read.
+            ended = torch.tensor(self.stopped, device=proposal.proposal_ids.device)
+            proposal.proposal_ids = torch.where(ended[:, None], self.pad_token_id, proposal.proposal_ids)
         if not proposal.finite:
             logger.warning_once(
                 "The draft's logits are not finite, so its proposals are noise (the output is still the target's). "
@@ -359,7 +406,7 @@ class _Decoding:
     def result(self) -> DominoGenerateOutput | torch.LongTensor:
         """What `generate` returns."""
         sequences = self._padded()
-        self.pace.finish(sequences.shape[1] - self.prompt_length)
+        self.pace.finish(sequences)
         if not self.generation_config.return_dict_in_generate:
             return sequences
         lengths = [torch.tensor(row, dtype=torch.long) for row in self.acceptance_lengths]
@@ -420,6 +467,7 @@ def domino_decoding(
             generation_config,
             streamer,
             use_head,
+            synced_gpus,
             model_kwargs,
         )
         decoding.prefill()

@@ -18,6 +18,8 @@ from .verification import Verification
 
 logger = logging.get_logger(__name__)
 
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+
 
 class Lockstep:
     """
@@ -40,11 +42,9 @@ class Lockstep:
 
     def inputs(self, sequences: Sequences, proposal: Proposal) -> dict[str, Any]:
         """Arguments of a target pass over anchors and proposals."""
-        num_new, model_kwargs = proposal.proposal_ids.shape[1], dict(self.model_kwargs)
+        num_new, model_kwargs = proposal.proposal_ids.shape[1], self.model_kwargs
         if num_new > 0:
-            model_kwargs = self.target._update_model_kwargs_for_generation(
-                self._outputs, model_kwargs, num_new_tokens=num_new
-            )
+            model_kwargs = self._extend(num_new)
         return self.target.prepare_inputs_for_generation(
             torch.cat([sequences.prefix(), proposal.proposal_ids], dim=-1),
             next_sequence_length=num_new + 1,
@@ -71,14 +71,22 @@ class Lockstep:
         """Rows that have ended stay, on padding, as in plain decoding; returns whether any was let go."""
         return False
 
-    def finish(self, length: int):
+    def finish(self, sequences: torch.LongTensor):
         """The cache is as plain decoding leaves it."""
 
     def _advance(self, outputs: Any, num_new: int):
         self._outputs = outputs
-        self.model_kwargs = self.target._update_model_kwargs_for_generation(
-            outputs, self.model_kwargs, num_new_tokens=num_new
-        )
+        self.model_kwargs = self._extend(num_new)
+
+    def _extend(self, num_new: int) -> dict[str, Any]:
+        """The target's arguments after `num_new` more tokens."""
+        old = self.model_kwargs
+        extended = self.target._update_model_kwargs_for_generation(self._outputs, dict(old), num_new_tokens=num_new)
+        for name in _TOKEN_TYPES:
+            # Each token takes the type of the one before it; the host repeats the last columns instead.
+            if isinstance(types := old.get(name), torch.Tensor):
+                extended[name] = torch.cat([types, types[:, -1:].expand(-1, num_new)], dim=-1)
+        return extended
 
 
 class OwnPace:
@@ -111,9 +119,12 @@ class OwnPace:
         slots = torch.arange(length, device=sequences.device).expand(len(sequences), -1)
         visible = torch.ones_like(slots, dtype=torch.bool) if mask is None else mask.bool().to(slots.device)
         self.ragged = RaggedCache(cache, slots, visible)
-        self.next_position = visible.sum(-1) if position_ids is None else position_ids[:, -1].to(slots.device) + 1
-        # What was in the cache of rows that have left, where the caller will want it.
+        self.next_position = visible.sum(-1)
+        if position_ids is not None:
+            self.next_position = position_ids[:, -1].to(slots.device).expand(len(sequences)) + 1
+        # What was in the cache of rows that have left, where the caller will want it, and the arguments of all rows.
         self._left: dict[int, CachedRow] | None = {} if is_returned(cache, generation_config) else None
+        self._whole = (model_kwargs, visible, self.next_position)
 
     @staticmethod
     def suits(target: PreTrainedModel, cache: Cache, model_kwargs: dict[str, Any]) -> bool:
@@ -123,10 +134,11 @@ class OwnPace:
         if (
             "position_ids" not in inspect.signature(target.forward).parameters
             or (position_ids is not None and position_ids.dim() != 2)
-            or any(model_kwargs.get(name) is not None for name in ("token_type_ids", "mm_token_type_ids"))
+            or any(model_kwargs.get(name) is not None for name in _TOKEN_TYPES)
+            or _has_state_for_rows(target)
         ):
             return False
-        if not can_have_holes(cache):
+        if not (can_have_holes(cache) and _masks_by_visibility(target)):
             logger.warning_once(
                 f"The cache of {type(target).__name__} cannot hold rows of different lengths, so all rows of a batch "
                 "advance by the shortest acceptance among them."
@@ -194,8 +206,50 @@ class OwnPace:
         }
         return True
 
-    def finish(self, length: int):
-        """Give the cache back as plain decoding leaves it: all rows, each entry in its place, `length` new tokens."""
-        if self._left is not None:
-            rows = [self._left[row] for row in sorted(self._left)]
-            self.ragged.restore(rows, self.slot_offset + self.prompt_length + length - 1)
+    @torch.no_grad()
+    def finish(self, sequences: torch.LongTensor):
+        """
+        Give the cache back as plain decoding leaves it: all rows, each entry in its place.
+
+        Args:
+            sequences (`torch.LongTensor` of shape `[N, S + new]`): what is returned, ended rows padded.
+        """
+        if self._left is None:
+            return
+        rows = [self._left[row] for row in sorted(self._left)]
+        length = self.slot_offset + sequences.shape[1] - 1
+        self.ragged.restore(rows, length)
+        # Plain decoding reads the padding of rows that have ended, and their last token; here no pass has.
+        missing = length - min(int(row.positions.max()) + 1 for row in rows)
+        if missing == 0:
+            return
+        self.cache.crop(-missing)
+        model_kwargs, visible, next_position = self._whole
+        tokens = sequences[:, -1 - missing : -1]
+        new = length - visible.shape[1]
+        model_kwargs = {
+            **model_kwargs,
+            CACHE_NAME: self.cache,
+            "attention_mask": torch.cat([visible, visible.new_ones(len(visible), new)], dim=-1).long(),
+            "position_ids": next_position[:, None] + torch.arange(new - missing, new, device=tokens.device),
+        }
+        inputs = self.target.prepare_inputs_for_generation(
+            tokens, next_sequence_length=missing, is_first_iteration=False, **model_kwargs
+        )
+        self.target(**inputs, return_dict=True)
+
+
+def _has_state_for_rows(target: PreTrainedModel) -> bool:
+    """Whether PEFT has been told which adapter each row takes: its hooks know rows by their place in the batch."""
+    hooks = (hook for module in target.modules() for hook in module._forward_pre_hooks.values())
+    return any("adapter_names" in getattr(hook, "keywords", {}) for hook in hooks)
+
+
+def _masks_by_visibility(target: PreTrainedModel) -> bool:
+    """Whether all layers see everything that the attention mask shows: a window is counted in entries of the cache,
+    holes included, also where the cache itself forgets nothing."""
+    config = target.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+    if kinds:
+        return all(kind in ("full_attention", "global") for kind in kinds)
+    return not getattr(config, "sliding_window", None) or getattr(config, "use_sliding_window", True) is False

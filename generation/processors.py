@@ -42,7 +42,6 @@ _ROW_WISE = {
 _BATCH_WISE = {
     logits_process.EncoderNoRepeatNGramLogitsProcessor,
     logits_process.EncoderRepetitionPenaltyLogitsProcessor,
-    logits_process.PrefixConstrainedLogitsProcessor,
 }
 _ROW_WISE_CRITERIA = {
     stopping_criteria.EosTokenCriteria,
@@ -54,8 +53,9 @@ _ROW_WISE_CRITERIA = {
 
 def draft_processors(logits_processor: LogitsProcessorList) -> LogitsProcessorList:
     """
-    The processors that also shape proposals, which only raises acceptance. Any other might count its calls, and must
-    see those of plain decoding only.
+    The processors that also shape proposals, which only raises acceptance. Any other, a function of the user's for
+    `prefix_allowed_tokens_fn` too, might count its calls or know only what can follow the target's own tokens, and
+    must see the calls of plain decoding only.
     """
     return LogitsProcessorList(p for p in logits_processor if type(p) in _ROW_WISE | _BATCH_WISE)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 
 
 class Record:
@@ -55,11 +55,9 @@ class Record:
         if self.hidden_states is not None:
             self.hidden_states += [tuple(s[:, k : k + 1] for s in outputs.hidden_states) for k in range(num_new)]
         if self.attentions is not None:
-            maps = outputs.attentions
-            windows = [layer.sliding_window if layer.is_sliding else None for layer in cache.layers]
-            self.attentions += [
-                tuple(_row(a, k, window) for a, window in zip(maps, windows, strict=True)) for k in range(num_new)
-            ]
+            # Attention backends that keep no maps give an empty tuple.
+            pairs = list(zip(outputs.attentions, cache.layers, strict=False))
+            self.attentions += [tuple(_row(attention, k, layer) for attention, layer in pairs) for k in range(num_new)]
 
     def add_ragged_round(
         self,
@@ -104,7 +102,11 @@ class Record:
         return {name: None if (kept := getattr(self, name)) is None else tuple(kept) for name in fields}
 
 
-def _row(attention: torch.Tensor, k: int, window: int | None) -> torch.Tensor:
+def _row(attention: torch.Tensor, k: int, layer: CacheLayerMixin) -> torch.Tensor:
     """What token k of a round saw: `[N, heads, 1, keys]`, without the proposals after it and the keys out of reach."""
+    row = attention[:, :, k : k + 1]
+    if isinstance(layer, StaticLayer):
+        # As many keys as there is room for, also in plain decoding; those not yet written have no weight.
+        return row
     stop = attention.shape[-1] - (attention.shape[-2] - 1 - k)
-    return attention[:, :, k : k + 1, 0 if window is None else max(0, stop - window) : stop]
+    return row[..., max(0, stop - layer.sliding_window) if layer.is_sliding else 0 : stop]

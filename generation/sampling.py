@@ -3,6 +3,7 @@
 """How is a token drawn? From one distribution, or from the target's by way of the draft's."""
 
 import torch
+from torch.nn import functional as F
 
 
 def draw(probabilities: torch.Tensor) -> torch.LongTensor:
@@ -25,7 +26,8 @@ def accept_or_draw(
         The tokens `[g]`, and which of them are the proposals `[g]`.
     """
     p = scores.softmax(-1)
-    q = draft_probabilities.to(p)
+    # A processor of the user's may have cut the target's vocabulary short.
+    q, p = draft_probabilities.to(p), F.pad(p, (0, draft_probabilities.shape[-1] - p.shape[-1]))
     index = proposal_ids[:, None]
     p_proposal, q_proposal = p.gather(-1, index)[:, 0], q.gather(-1, index)[:, 0]
     accepted = torch.rand_like(p_proposal) * q_proposal < p_proposal

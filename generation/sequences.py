@@ -47,7 +47,7 @@ class Sequences:
     """
 
     def __init__(self, input_ids: torch.LongTensor):
-        self._tokens = input_ids
+        self._tokens = input_ids.long()
         self.lengths = [input_ids.shape[1]] * input_ids.shape[0]
         self.rows = list(range(input_ids.shape[0]))
 

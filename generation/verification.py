@@ -73,6 +73,7 @@ def verify(
     rows = list(range(num_rows))
     stopped = list(stopped)
     num_new, rejected = [0] * num_rows, [False] * num_rows
+    ended_before = [pad_token_id is not None and stop for stop in stopped]
     live = [row for row in rows if lockstep or not stopped[row]]
 
     # Without processors all choices are known at once, for one synchronisation a round.
@@ -99,11 +100,13 @@ def verify(
     new_scores: list[torch.Tensor] = []
     for k in range(num_proposals + 1):
         accepted = [False] * num_rows
-        if keep_scores:
-            new_scores.append(torch.zeros_like(logits[:, k]))
         for members, index, prefix in sequences.groups(live, k):
             scores = sequences.process(logits_processor, members, prefix, logits[index, k])
-            if keep_scores:
+            if keep_scores and isinstance(index, slice):
+                new_scores.append(scores)
+            elif keep_scores:
+                if len(new_scores) == k:
+                    new_scores.append(torch.zeros_like(logits[:, k]))
                 new_scores[k][index] = scores
             tokens, stand = choose(k, members, index, scores)
             ended = [stopped[row] for row in members]
@@ -120,9 +123,11 @@ def verify(
         for row in live:
             num_new[row], rejected[row] = k + 1, k < num_proposals and not accepted[row]
         if lockstep:
-            # Ended rows write padding and hold no one up, unless they have none to write.
-            holding = [row for row in rows if not accepted[row] and (pad_token_id is None or not stopped[row])]
-            if all(stopped) or holding:
+            # Rows that had ended before write padding and hold no one up. One that ends here does: the target has
+            # read its proposals, and not the padding that follows.
+            over = [pad_token_id is not None and stopped[row] for row in rows]
+            holding = [row for row in rows if not accepted[row] and not over[row]]
+            if all(stopped) or holding or over != ended_before:
                 break
         else:
             live = [row for row in live if accepted[row] and not stopped[row]]

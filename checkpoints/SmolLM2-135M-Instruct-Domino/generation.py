@@ -122,7 +122,19 @@ class ContextCapture:
         Context features of what the target has read since the last `clear` or `take` (several passes when the prompt
         is read in chunks): `[N, L, T * H]`, layers concatenated on the last dimension, on `device`. They are then
         forgotten, so that nothing large stays alive.
+
+        Raises:
+            ValueError: when a layer does not return one state for each position.
         """
+        lengths = {i: [tuple(states.shape) for states in self._outputs[i]] for i in self.layer_ids}
+        reference = [shape[:2] for shape in lengths[self.layer_ids[0]]]
+        for i, shapes in lengths.items():
+            if any(len(shape) != 3 for shape in shapes) or [shape[:2] for shape in shapes] != reference:
+                raise ValueError(
+                    f"Target layer {i} returned states of shape {shapes}, where layer {self.layer_ids[0]} read "
+                    f"{reference}: this architecture's layers do not give one state for each position, so a draft "
+                    "cannot read them. Choose other `target_layer_ids`, or generate without the draft."
+                )
         states = [torch.cat(self._outputs[i], dim=1).to(device) for i in self.layer_ids]
         self.clear()
         return torch.cat(states, dim=-1)
@@ -342,7 +354,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 
 
 class Record:
@@ -391,11 +403,9 @@ class Record:
         if self.hidden_states is not None:
             self.hidden_states += [tuple(s[:, k : k + 1] for s in outputs.hidden_states) for k in range(num_new)]
         if self.attentions is not None:
-            maps = outputs.attentions
-            windows = [layer.sliding_window if layer.is_sliding else None for layer in cache.layers]
-            self.attentions += [
-                tuple(_row(a, k, window) for a, window in zip(maps, windows, strict=True)) for k in range(num_new)
-            ]
+            # Attention backends that keep no maps give an empty tuple.
+            pairs = list(zip(outputs.attentions, cache.layers, strict=False))
+            self.attentions += [tuple(_row(attention, k, layer) for attention, layer in pairs) for k in range(num_new)]
 
     def add_ragged_round(
         self,
@@ -440,10 +450,14 @@ class Record:
         return {name: None if (kept := getattr(self, name)) is None else tuple(kept) for name in fields}
 
 
-def _row(attention: torch.Tensor, k: int, window: int | None) -> torch.Tensor:
+def _row(attention: torch.Tensor, k: int, layer: CacheLayerMixin) -> torch.Tensor:
     """What token k of a round saw: `[N, heads, 1, keys]`, without the proposals after it and the keys out of reach."""
+    row = attention[:, :, k : k + 1]
+    if isinstance(layer, StaticLayer):
+        # As many keys as there is room for, also in plain decoding; those not yet written have no weight.
+        return row
     stop = attention.shape[-1] - (attention.shape[-2] - 1 - k)
-    return attention[:, :, k : k + 1, 0 if window is None else max(0, stop - window) : stop]
+    return row[..., max(0, stop - layer.sliding_window) if layer.is_sliding else 0 : stop]
 
 
 # Copyright 2026 The domino_spec authors.
@@ -490,7 +504,6 @@ _ROW_WISE = {
 _BATCH_WISE = {
     logits_process.EncoderNoRepeatNGramLogitsProcessor,
     logits_process.EncoderRepetitionPenaltyLogitsProcessor,
-    logits_process.PrefixConstrainedLogitsProcessor,
 }
 _ROW_WISE_CRITERIA = {
     stopping_criteria.EosTokenCriteria,
@@ -502,8 +515,9 @@ _ROW_WISE_CRITERIA = {
 
 def draft_processors(logits_processor: LogitsProcessorList) -> LogitsProcessorList:
     """
-    The processors that also shape proposals, which only raises acceptance. Any other might count its calls, and must
-    see those of plain decoding only.
+    The processors that also shape proposals, which only raises acceptance. Any other, a function of the user's for
+    `prefix_allowed_tokens_fn` too, might count its calls or know only what can follow the target's own tokens, and
+    must see the calls of plain decoding only.
     """
     return LogitsProcessorList(p for p in logits_processor if type(p) in _ROW_WISE | _BATCH_WISE)
 
@@ -588,7 +602,7 @@ class Sequences:
     """
 
     def __init__(self, input_ids: torch.LongTensor):
-        self._tokens = input_ids
+        self._tokens = input_ids.long()
         self.lengths = [input_ids.shape[1]] * input_ids.shape[0]
         self.rows = list(range(input_ids.shape[0]))
 
@@ -666,6 +680,7 @@ class Sequences:
 """How is a token drawn? From one distribution, or from the target's by way of the draft's."""
 
 import torch
+from torch.nn import functional as F
 
 
 def draw(probabilities: torch.Tensor) -> torch.LongTensor:
@@ -688,7 +703,8 @@ def accept_or_draw(
         The tokens `[g]`, and which of them are the proposals `[g]`.
     """
     p = scores.softmax(-1)
-    q = draft_probabilities.to(p)
+    # A processor of the user's may have cut the target's vocabulary short.
+    q, p = draft_probabilities.to(p), F.pad(p, (0, draft_probabilities.shape[-1] - p.shape[-1]))
     index = proposal_ids[:, None]
     p_proposal, q_proposal = p.gather(-1, index)[:, 0], q.gather(-1, index)[:, 0]
     accepted = torch.rand_like(p_proposal) * q_proposal < p_proposal
@@ -771,6 +787,7 @@ def verify(
     rows = list(range(num_rows))
     stopped = list(stopped)
     num_new, rejected = [0] * num_rows, [False] * num_rows
+    ended_before = [pad_token_id is not None and stop for stop in stopped]
     live = [row for row in rows if lockstep or not stopped[row]]
 
     # Without processors all choices are known at once, for one synchronisation a round.
@@ -797,11 +814,13 @@ def verify(
     new_scores: list[torch.Tensor] = []
     for k in range(num_proposals + 1):
         accepted = [False] * num_rows
-        if keep_scores:
-            new_scores.append(torch.zeros_like(logits[:, k]))
         for members, index, prefix in sequences.groups(live, k):
             scores = sequences.process(logits_processor, members, prefix, logits[index, k])
-            if keep_scores:
+            if keep_scores and isinstance(index, slice):
+                new_scores.append(scores)
+            elif keep_scores:
+                if len(new_scores) == k:
+                    new_scores.append(torch.zeros_like(logits[:, k]))
                 new_scores[k][index] = scores
             tokens, stand = choose(k, members, index, scores)
             ended = [stopped[row] for row in members]
@@ -818,9 +837,11 @@ def verify(
         for row in live:
             num_new[row], rejected[row] = k + 1, k < num_proposals and not accepted[row]
         if lockstep:
-            # Ended rows write padding and hold no one up, unless they have none to write.
-            holding = [row for row in rows if not accepted[row] and (pad_token_id is None or not stopped[row])]
-            if all(stopped) or holding:
+            # Rows that had ended before write padding and hold no one up. One that ends here does: the target has
+            # read its proposals, and not the padding that follows.
+            over = [pad_token_id is not None and stopped[row] for row in rows]
+            holding = [row for row in rows if not accepted[row] and not over[row]]
+            if all(stopped) or holding or over != ended_before:
                 break
         else:
             live = [row for row in live if accepted[row] and not stopped[row]]
@@ -844,6 +865,8 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+
 
 class Lockstep:
     """
@@ -866,11 +889,9 @@ class Lockstep:
 
     def inputs(self, sequences: Sequences, proposal: Proposal) -> dict[str, Any]:
         """Arguments of a target pass over anchors and proposals."""
-        num_new, model_kwargs = proposal.proposal_ids.shape[1], dict(self.model_kwargs)
+        num_new, model_kwargs = proposal.proposal_ids.shape[1], self.model_kwargs
         if num_new > 0:
-            model_kwargs = self.target._update_model_kwargs_for_generation(
-                self._outputs, model_kwargs, num_new_tokens=num_new
-            )
+            model_kwargs = self._extend(num_new)
         return self.target.prepare_inputs_for_generation(
             torch.cat([sequences.prefix(), proposal.proposal_ids], dim=-1),
             next_sequence_length=num_new + 1,
@@ -897,14 +918,22 @@ class Lockstep:
         """Rows that have ended stay, on padding, as in plain decoding; returns whether any was let go."""
         return False
 
-    def finish(self, length: int):
+    def finish(self, sequences: torch.LongTensor):
         """The cache is as plain decoding leaves it."""
 
     def _advance(self, outputs: Any, num_new: int):
         self._outputs = outputs
-        self.model_kwargs = self.target._update_model_kwargs_for_generation(
-            outputs, self.model_kwargs, num_new_tokens=num_new
-        )
+        self.model_kwargs = self._extend(num_new)
+
+    def _extend(self, num_new: int) -> dict[str, Any]:
+        """The target's arguments after `num_new` more tokens."""
+        old = self.model_kwargs
+        extended = self.target._update_model_kwargs_for_generation(self._outputs, dict(old), num_new_tokens=num_new)
+        for name in _TOKEN_TYPES:
+            # Each token takes the type of the one before it; the host repeats the last columns instead.
+            if isinstance(types := old.get(name), torch.Tensor):
+                extended[name] = torch.cat([types, types[:, -1:].expand(-1, num_new)], dim=-1)
+        return extended
 
 
 class OwnPace:
@@ -937,9 +966,12 @@ class OwnPace:
         slots = torch.arange(length, device=sequences.device).expand(len(sequences), -1)
         visible = torch.ones_like(slots, dtype=torch.bool) if mask is None else mask.bool().to(slots.device)
         self.ragged = RaggedCache(cache, slots, visible)
-        self.next_position = visible.sum(-1) if position_ids is None else position_ids[:, -1].to(slots.device) + 1
-        # What was in the cache of rows that have left, where the caller will want it.
+        self.next_position = visible.sum(-1)
+        if position_ids is not None:
+            self.next_position = position_ids[:, -1].to(slots.device).expand(len(sequences)) + 1
+        # What was in the cache of rows that have left, where the caller will want it, and the arguments of all rows.
         self._left: dict[int, CachedRow] | None = {} if is_returned(cache, generation_config) else None
+        self._whole = (model_kwargs, visible, self.next_position)
 
     @staticmethod
     def suits(target: PreTrainedModel, cache: Cache, model_kwargs: dict[str, Any]) -> bool:
@@ -949,10 +981,11 @@ class OwnPace:
         if (
             "position_ids" not in inspect.signature(target.forward).parameters
             or (position_ids is not None and position_ids.dim() != 2)
-            or any(model_kwargs.get(name) is not None for name in ("token_type_ids", "mm_token_type_ids"))
+            or any(model_kwargs.get(name) is not None for name in _TOKEN_TYPES)
+            or _has_state_for_rows(target)
         ):
             return False
-        if not can_have_holes(cache):
+        if not (can_have_holes(cache) and _masks_by_visibility(target)):
             logger.warning_once(
                 f"The cache of {type(target).__name__} cannot hold rows of different lengths, so all rows of a batch "
                 "advance by the shortest acceptance among them."
@@ -1020,11 +1053,53 @@ class OwnPace:
         }
         return True
 
-    def finish(self, length: int):
-        """Give the cache back as plain decoding leaves it: all rows, each entry in its place, `length` new tokens."""
-        if self._left is not None:
-            rows = [self._left[row] for row in sorted(self._left)]
-            self.ragged.restore(rows, self.slot_offset + self.prompt_length + length - 1)
+    @torch.no_grad()
+    def finish(self, sequences: torch.LongTensor):
+        """
+        Give the cache back as plain decoding leaves it: all rows, each entry in its place.
+
+        Args:
+            sequences (`torch.LongTensor` of shape `[N, S + new]`): what is returned, ended rows padded.
+        """
+        if self._left is None:
+            return
+        rows = [self._left[row] for row in sorted(self._left)]
+        length = self.slot_offset + sequences.shape[1] - 1
+        self.ragged.restore(rows, length)
+        # Plain decoding reads the padding of rows that have ended, and their last token; here no pass has.
+        missing = length - min(int(row.positions.max()) + 1 for row in rows)
+        if missing == 0:
+            return
+        self.cache.crop(-missing)
+        model_kwargs, visible, next_position = self._whole
+        tokens = sequences[:, -1 - missing : -1]
+        new = length - visible.shape[1]
+        model_kwargs = {
+            **model_kwargs,
+            CACHE_NAME: self.cache,
+            "attention_mask": torch.cat([visible, visible.new_ones(len(visible), new)], dim=-1).long(),
+            "position_ids": next_position[:, None] + torch.arange(new - missing, new, device=tokens.device),
+        }
+        inputs = self.target.prepare_inputs_for_generation(
+            tokens, next_sequence_length=missing, is_first_iteration=False, **model_kwargs
+        )
+        self.target(**inputs, return_dict=True)
+
+
+def _has_state_for_rows(target: PreTrainedModel) -> bool:
+    """Whether PEFT has been told which adapter each row takes: its hooks know rows by their place in the batch."""
+    hooks = (hook for module in target.modules() for hook in module._forward_pre_hooks.values())
+    return any("adapter_names" in getattr(hook, "keywords", {}) for hook in hooks)
+
+
+def _masks_by_visibility(target: PreTrainedModel) -> bool:
+    """Whether all layers see everything that the attention mask shows: a window is counted in entries of the cache,
+    holes included, also where the cache itself forgets nothing."""
+    config = target.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+    if kinds:
+        return all(kind in ("full_attention", "global") for kind in kinds)
+    return not getattr(config, "sliding_window", None) or getattr(config, "use_sliding_window", True) is False
 
 
 # Copyright 2026 The domino_spec authors.
@@ -1408,6 +1483,7 @@ The loop is ours and not the host's: the host's takes the draft's word on fewer 
 handling of blocks has differed between versions. It is entered with everything that `generate` has prepared.
 """
 
+import inspect
 import time
 from typing import Any
 
@@ -1453,6 +1529,9 @@ def check_supported(generation_config: GenerationConfig):
             "pass prefix_allowed_tokens_fn instead",
         ),
     ]
+    schedules = ("constant", "heuristic", "heuristic_transient")
+    if (schedule := config.num_assistant_tokens_schedule) not in (None, *schedules):
+        refusals.append((True, f"num_assistant_tokens_schedule={schedule!r}", f"choose one of {', '.join(schedules)}"))
     # Other sources of proposals. Later versions of transformers know more of them than earlier ones.
     for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"):
         if value := getattr(config, name, None):
@@ -1482,6 +1561,10 @@ def _check_cache(cache: Cache | None, target: PreTrainedModel) -> Cache:
             f"{type(target).__name__} keeps no cache that can be cropped back after a rejected proposal, which a "
             "Domino draft needs: generate without the draft."
         )
+    if not hasattr(cache, "layers"):
+        raise ValueError(
+            f"A {type(cache).__name__} cannot be used with a Domino draft: pass a DynamicCache, or leave the cache out."
+        )
     if layers := layers_that_keep(cache):
         raise ValueError(
             f"The cache of {type(target).__name__} has layers that cannot forget rejected proposals: "
@@ -1493,10 +1576,38 @@ def _check_cache(cache: Cache | None, target: PreTrainedModel) -> Cache:
 
 def _past_length(cache: Cache | None, target: PreTrainedModel) -> int:
     """Tokens that the target's cache holds before the prefill; raises where rejected tokens could not be forgotten."""
-    if cache is not None and any(cache.is_linear):
+    takes = inspect.signature(target.forward).parameters
+    if "input_ids" in takes and CACHE_NAME not in takes:
+        # What it is given is swallowed by its `**kwargs`.
+        cache = None
+    if cache is not None and hasattr(cache, "layers") and any(cache.is_linear):
         # Convolutions know only after their first pass that they can be put back, and are asked then.
         return 0
     return int(_check_cache(cache, target).get_seq_length())
+
+
+def _check_rope(
+    target: PreTrainedModel, input_ids: torch.LongTensor, mask: torch.Tensor | None, max_length: int | None
+):
+    """
+    Refuse rotary embeddings that change with the length of the text, where this call would take them over the limit:
+    token by token, each key is rotated as was right when it was written, and a block would rotate them otherwise.
+    """
+    config = target.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    if kind not in ("dynamic", "longrope"):
+        return
+    limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    shortest = input_ids.shape[1] if mask is None or mask.dim() != 2 else int(mask.sum(-1).min())
+    # Long RoPE has one rotation on either side; the dynamic one has another at each length.
+    beyond = kind == "longrope" and shortest > limit
+    if not beyond and (max_length is None or max_length > limit):
+        raise ValueError(
+            f"{type(target).__name__} has {kind} RoPE, which changes at {limit} tokens, and this call may cross that "
+            f"(prompts from {shortest} tokens, at most {max_length} in all): set max_length to {limit} or less"
+            f"{', or give longer prompts' if kind == 'longrope' else ''}, or generate without the draft."
+        )
 
 
 class _Decoding:
@@ -1505,7 +1616,7 @@ class _Decoding:
 
     Args:
         draft, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer, use_head,
-            model_kwargs: as for [`domino_decoding`].
+            synced_gpus, model_kwargs: as for [`domino_decoding`].
         parts (`TargetParts`): of the target.
         capture (`ContextCapture`): open on the target layers that the draft reads.
     """
@@ -1522,8 +1633,10 @@ class _Decoding:
         generation_config: GenerationConfig,
         streamer: BaseStreamer | None,
         use_head: bool,
+        synced_gpus: bool,
         model_kwargs: dict[str, Any],
     ):
+        self.synced_gpus = synced_gpus
         self.draft, self.target, self.parts, self.capture = draft, target, parts, capture
         self.generation_config, self.use_head = generation_config, use_head
         self.logits_processor, self.stopping_criteria, self.streamer = logits_processor, stopping_criteria, streamer
@@ -1552,6 +1665,8 @@ class _Decoding:
     def prefill(self):
         """Read the prompt and commit the target's first token: the first anchors."""
         past_length = _past_length(self.model_kwargs.get(CACHE_NAME), self.target)
+        mask = self.model_kwargs.get("attention_mask")
+        _check_rope(self.target, self.sequences.prefix(), mask, self.stopping_criteria.max_length)
         input_ids = self.sequences.prefix()
         outputs = self.target._prefill(input_ids, self.generation_config, self.model_kwargs, is_first_iteration=True)
         self.cache = _check_cache(outputs.get(CACHE_NAME), self.target)
@@ -1579,6 +1694,8 @@ class _Decoding:
             self.num_rows > 1
             # Attentions are given key by key, so no key may be missing.
             and not self.generation_config.output_attentions
+            # What ended rows lack in a returned cache is read in one more pass, which other processes would not join.
+            and not (self.synced_gpus and is_returned(self.cache, self.generation_config))
             and are_row_wise(self.logits_processor, self.stopping_criteria, self.pads)
             and OwnPace.suits(self.target, self.cache, self.model_kwargs)
         ):
@@ -1636,6 +1753,10 @@ class _Decoding:
             self.use_head,
             self.schedule,
         )
+        if self.pad_token_id is not None and any(self.stopped):
+            # What ended rows will commit, so that the target reads what plain decoding has it read.
+            ended = torch.tensor(self.stopped, device=proposal.proposal_ids.device)
+            proposal.proposal_ids = torch.where(ended[:, None], self.pad_token_id, proposal.proposal_ids)
         if not proposal.finite:
             logger.warning_once(
                 "The draft's logits are not finite, so its proposals are noise (the output is still the target's). "
@@ -1745,7 +1866,7 @@ class _Decoding:
     def result(self) -> DominoGenerateOutput | torch.LongTensor:
         """What `generate` returns."""
         sequences = self._padded()
-        self.pace.finish(sequences.shape[1] - self.prompt_length)
+        self.pace.finish(sequences)
         if not self.generation_config.return_dict_in_generate:
             return sequences
         lengths = [torch.tensor(row, dtype=torch.long) for row in self.acceptance_lengths]
@@ -1806,6 +1927,7 @@ def domino_decoding(
             generation_config,
             streamer,
             use_head,
+            synced_gpus,
             model_kwargs,
         )
         decoding.prefill()
@@ -1922,14 +2044,14 @@ def register():
 
     @functools.wraps(decoding)
     def assisted_decoding(self, input_ids, *args, assistant_model=None, **kwargs):
-        own = getattr(assistant_model, "assisted_decoding", None)
+        own = _method_of(assistant_model, "assisted_decoding")
         if own is None or _asks_for_the_hosts_loop(kwargs.get("generation_config")):
             return decoding(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
         return own(self, input_ids, *args, **kwargs)
 
     @functools.wraps(validation)
     def validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
-        own = getattr(generation_mode_kwargs.get("assistant_model"), "validate_assisted_decoding", None)
+        own = _method_of(generation_mode_kwargs.get("assistant_model"), "validate_assisted_decoding")
         if own is None or _asks_for_the_hosts_loop(generation_config):
             return validation(self, generation_mode, generation_config, generation_mode_kwargs)
         return own(self, generation_config)
@@ -1941,6 +2063,13 @@ def register():
         if not hasattr(getattr(GenerationMixin, name), _MARK):
             setattr(method, _MARK, True)
             setattr(GenerationMixin, name, method)
+
+
+def _method_of(assistant_model: Any, name: str) -> Any:
+    """The assistant's own method, also where the assistant is wrapped for data parallelism; else `None`."""
+    while not hasattr(assistant_model, name) and isinstance(getattr(assistant_model, "module", None), torch.nn.Module):
+        assistant_model = assistant_model.module
+    return getattr(assistant_model, name, None)
 
 
 def _asks_for_the_hosts_loop(generation_config: GenerationConfig | None) -> bool:
@@ -2073,6 +2202,12 @@ class DominoDecodingMixin:
                 f"{type(target).__name__} has recurrent layers, whose state cannot forget a rejected proposal: "
                 "generate without the draft."
             )
+        wrapper = getattr(target.prepare_inputs_for_generation, "__self__", None)
+        if getattr(getattr(wrapper, "active_peft_config", None), "is_prompt_learning", False):
+            raise ValueError(
+                "The target has an adapter that prepends learnt tokens (prompt, prefix or P-tuning), whose passes a "
+                "draft cannot share: use LoRA or another adapter of weights, or generate without the draft."
+            )
         config, theirs = self.config, target.config.get_text_config(decoder=True)
         embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
         pairs = [
@@ -2089,6 +2224,12 @@ class DominoDecodingMixin:
                     f"{type(target).__name__} has {their}: use the draft of this target, or the target of this draft"
                     f"{remedy}."
                 )
+        width = getattr(embedding, "embedding_dim", config.hidden_size)
+        if width != config.hidden_size:
+            raise ValueError(
+                f"The embedding of {type(target).__name__} is {width} wide and projected to the hidden size "
+                f"{config.hidden_size} later, which a Domino draft does not know: generate without the draft."
+            )
         if embedding is not None and config.mask_token_id >= vocabulary_size(embedding):
             raise ValueError(
                 f"The draft's `mask_token_id` is {config.mask_token_id}, but the embedding of {type(target).__name__} "
