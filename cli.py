@@ -5,6 +5,7 @@
 domino-spec demo                      watch the embedded draft at work, then see what it gains
 domino-spec demo --prompt "..."       the same for one prompt of your own
 domino-spec bench --prompts a.jsonl   measure acceptance, speed and equality of the output over prompt files
+domino-spec regenerate --output a.jsonl --prompts p.jsonl   have the target write text to train on
 domino-spec train recipe.yaml         train a draft, or an adapter for one
 """
 
@@ -23,6 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 from .evaluation import benchmark, report
 from .evaluation.benchmark import InputError, positive_int
 from .evaluation.report import DOMINO, PLAIN, Prompt, PromptResult, format_number
+from .training import regenerate as training_text
 
 DEMO_PROMPTS = (
     Prompt("code", "demo", "Write a Python function that returns the second largest number in a list."),
@@ -247,10 +249,37 @@ def build_parser() -> argparse.ArgumentParser:
     benchmark.add_arguments(bench)
     bench.set_defaults(run=benchmark.run)
 
+    regenerate = commands.add_parser(
+        "regenerate",
+        help="have the target write text to train on",
+        description=training_text.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    training_text.add_arguments(regenerate)
+    regenerate.set_defaults(run=run_regenerate)
+
     # Its arguments are those of a recipe, which transformers' parser reads, `--help` included.
     train = commands.add_parser("train", help="train a draft, or an adapter for one", add_help=False)
     train.set_defaults(run=run_train)
     return parser
+
+
+def run_regenerate(args: argparse.Namespace) -> int:
+    """
+    Has a target answer prompts, see [`training.regenerate`].
+
+    Returns:
+        0, or 1 if some prompts got no answer.
+
+    Raises:
+        InputError: if there is nothing to ask, or nobody to answer.
+    """
+    try:
+        asked, unanswered = training_text.run(args)
+    except (ImportError, OSError, ValueError) as error:
+        raise InputError(str(error)) from error
+    print(f"{asked - unanswered} of {asked} conversations are in {args.output}")
+    return int(unanswered > 0)
 
 
 def run_train(args: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ import torch
 
 from domino_spec.checkpoints import load_default_target
 from domino_spec.training.data import DataReport, read_conversations
-from domino_spec.training.regenerate import regenerate
+from domino_spec.training.regenerate import LocalTarget, Prompt, regenerate
 
 MODULES = (
     "ast base64 bisect bz2 calendar cmath colorsys contextlib copy csv datetime decimal difflib email.utils fnmatch "
@@ -165,7 +165,11 @@ def main():
     args = parser.parse_args()
     target, tokenizer = load_default_target(dtype=torch.bfloat16)
     prompts = make_prompts(args.num_prompts, args.questions, args.seed)
-    regenerate(target, tokenizer, prompts, args.output, temperatures=(0.0, 0.0, 0.0, 0.7), seed=args.seed)
+    asked = [
+        Prompt(f"{args.seed}/{i}", [{"role": "user", "content": text}], 0.7 if i % 4 == 3 else 0.0)
+        for i, text in enumerate(prompts)
+    ]
+    regenerate(LocalTarget(target, tokenizer, seed=args.seed), asked, args.output)
 
 
 if __name__ == "__main__":

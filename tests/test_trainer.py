@@ -3,15 +3,10 @@
 """Data, cached features and the trainer, on a tiny target: what moves, what is supervised, what survives a kill."""
 
 import copy
-import json
 
 import pytest
 import torch
 from helpers import HIDDEN, MASK_TOKEN, VOCAB, make_draft, make_target, random_tokens
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
 
 from domino_spec.generation.context import TargetParts
 from domino_spec.training.arguments import DominoTrainingArguments
@@ -26,7 +21,6 @@ from domino_spec.training.features import (
     target_fingerprint,
 )
 from domino_spec.training.initialization import initialize_from_target
-from domino_spec.training.regenerate import regenerate
 from domino_spec.training.trainer import DominoTrainer, hidden_loss
 
 LAYER_IDS = [0, 2, 3]
@@ -302,48 +296,6 @@ class TestFeatures:
         batch = collate_features([dataset[0], short])
         anchors, keep = sample_anchors(batch["loss_mask"], 64, [0, 1])
         assert anchors[1][keep[1]].max() < 19
-
-
-@pytest.fixture
-def tokenizer():
-    words = ["<unk>", "<end>", "<user>", "<assistant>", "hi", "there", "you", "too", "bye"]
-    model = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    model.pre_tokenizer = WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>", eos_token="<end>", pad_token="<end>")
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
-        "{% if add_generation_prompt %}<assistant> {% endif %}"
-    )
-    return tokenizer
-
-
-class TestRegenerate:
-    PROMPTS = ("hi", "hi there you", "bye", "you too there hi", "there")
-
-    def rows(self, path):
-        return [json.loads(line) for line in path.read_text().splitlines()]
-
-    def test_rows_are_the_targets_own_answers_in_order(self, target, tokenizer, tmp_path):
-        path = tmp_path / "rows.jsonl"
-        regenerate(target, tokenizer, self.PROMPTS, path, batch_size=2, max_new_tokens=7)
-        rows = self.rows(path)
-        assert [row["messages"][0]["content"] for row in rows] == list(self.PROMPTS)
-        for prompt, row in zip(self.PROMPTS, rows, strict=True):
-            ids = tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
-            )
-            alone = target.generate(**ids, max_new_tokens=7, do_sample=False)[0, ids["input_ids"].shape[1] :]
-            assert row["messages"][1]["content"] == tokenizer.decode(alone, skip_special_tokens=True)
-            assert row["finished"] is False and row["temperature"] == 0.0
-
-    def test_a_killed_run_goes_on_where_it_stopped(self, target, tokenizer, tmp_path):
-        whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
-        settings = {"batch_size": 2, "max_new_tokens": 5, "temperatures": (0.0, 0.7)}
-        regenerate(target, tokenizer, self.PROMPTS, whole, **settings)
-        killed.write_text("".join(whole.read_text().splitlines(keepends=True)[:2]) + '{"messages": [{"ro')
-        regenerate(target, tokenizer, self.PROMPTS, killed, **settings)
-        assert killed.read_text() == whole.read_text()
-        assert [row["temperature"] for row in self.rows(whole)] == [0.0, 0.7, 0.0, 0.7, 0.0]
 
 
 class TestInitialization:

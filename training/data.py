@@ -129,15 +129,23 @@ def load_rows(
     return rows, report
 
 
-def read_conversations(source: str, report: DataReport, split: str = "train") -> Iterator[tuple[str, dict[str, Any]]]:
-    """`(place, conversation)` for each usable conversation of a source (see [`load_rows`]); the others are reported."""
+def read_conversations(
+    source: str, report: DataReport, split: str = "train", answered: bool = True
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """
+    `(place, conversation)` for each usable conversation of a source (see [`load_rows`]); the others are reported.
+    Without `answered`, those that have no answer yet are usable too, also as `turns`: what the user says, in order.
+    """
     if Path(source).suffix in (".jsonl", ".json"):
         found = _read_jsonl(source, report)
     else:
         found = _read_dataset(source, split)
     for place, conversation in found:
         report.num_read += 1
-        problem = _problem_of(conversation)
+        if not answered and isinstance(conversation, dict) and isinstance(conversation.get("turns"), list):
+            turns = [{"role": "user", "content": turn} for turn in conversation["turns"]]
+            conversation = {**conversation, "messages": turns}
+        problem = _problem_of(conversation, answered)
         if problem is None:
             yield place, conversation
         else:
@@ -176,7 +184,7 @@ def _read_dataset(source: str, split: str) -> Iterator[tuple[str, Any]]:
         yield f"{source}:{number}", row
 
 
-def _problem_of(conversation: Any) -> tuple[str, ...] | None:
+def _problem_of(conversation: Any, answered: bool) -> tuple[str, ...] | None:
     """Why a conversation cannot be used: reason and detail."""
     messages = conversation.get("messages") if isinstance(conversation, dict) else None
     if not isinstance(messages, list) or not messages:
@@ -190,7 +198,7 @@ def _problem_of(conversation: Any) -> tuple[str, ...] | None:
             return "a turn whose `content` is not text", f"turn {number} has {type(content).__name__}"
         if not content.strip():
             return "an empty turn", f"turn {number}, of the {role}"
-    if not any(message["role"] == "assistant" for message in messages):
+    if answered and not any(message["role"] == "assistant" for message in messages):
         return ("no turn of the assistant",)
     return None
 
