@@ -21,6 +21,7 @@ from domino_spec.training.features import (
     target_fingerprint,
 )
 from domino_spec.training.initialization import initialize_from_target
+from domino_spec.training.objective import label_states
 from domino_spec.training.trainer import DominoTrainer, hidden_loss
 
 LAYER_IDS = [0, 2, 3]
@@ -224,8 +225,10 @@ def test_hidden_loss_compares_each_offset_with_the_target_state_that_predicts_it
         for slot, anchor in enumerate((3, 11)):
             for k in range(config.block_size):
                 perfect[0, slot, k] = last[0, anchor + k - (0 if shift else 1)]
-        assert hidden_loss(perfect, last, blocks, anchors, shift).item() == pytest.approx(0, abs=1e-6)
-        assert hidden_loss(-perfect, last, blocks, anchors, shift).item() == pytest.approx(2, abs=1e-5)
+        states = label_states(last, anchors, config.block_size, shift)
+        assert torch.equal(states, perfect)
+        assert hidden_loss(perfect, states, blocks).item() == pytest.approx(0, abs=1e-6)
+        assert hidden_loss(-perfect, states, blocks).item() == pytest.approx(2, abs=1e-5)
 
 
 class TestFeatures:

@@ -728,6 +728,46 @@ def test_shares_of_a_batch_weigh_as_the_whole(target, parts):
     close(torch.stack(losses).mean(), whole.loss, atol=1e-5)
 
 
+# Distillation
+
+
+@every_labelling
+@pytest.mark.parametrize("chunk_size", [None, 9])
+def test_distillation_takes_the_targets_distribution_in_place_of_its_token(target, parts, chunk_size, shift_label):
+    draft, blocks, hidden = small_pass(target, parts, shift_label=shift_label)
+    states = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))
+    counted = blocks.weights > 0
+    plain = domino_loss(draft, parts, blocks, hidden, 0.3)
+    for share in (0.25, 1.0):
+        output = domino_loss(
+            draft, parts, blocks, hidden, 0.3, None, chunk_size, target_hidden=states, distillation_weight=share
+        )
+        # By hand, with the base alone and the final logits that a one-hot weight shows.
+        with torch.no_grad():
+            soft = parts.logits(states[counted]).softmax(-1)
+            base = -(soft * parts.logits(hidden[counted]).log_softmax(-1)).sum(-1)
+            weights = blocks.weights[counted]
+            expected_base = (base * weights).sum() / (weights.sum() + 1e-6)
+        only_base = domino_loss(
+            draft, parts, blocks, hidden, 1.0, None, chunk_size, target_hidden=states, distillation_weight=share
+        )
+        close(only_base.loss, (1 - share) * plain.base_loss + share * expected_base, atol=1e-5)
+        close(output.base_loss, plain.base_loss, atol=1e-5)
+        close(output.final_loss, plain.final_loss, atol=1e-5)
+    # Its minimum is where the draft says what the target says.
+    perfect = domino_loss(
+        draft, parts, blocks, states.requires_grad_(), 1.0, target_hidden=states, distillation_weight=1.0
+    )
+    perfect.loss.backward()
+    assert states.grad.abs().max() < 1e-6
+
+
+def test_distillation_without_the_targets_states_is_refused(target, parts):
+    draft, blocks, hidden = small_pass(target, parts)
+    with pytest.raises(ValueError, match="`target_hidden` is not given"):
+        domino_loss(draft, parts, blocks, hidden, 0.3, distillation_weight=0.5)
+
+
 # Shortlist of tokens
 
 

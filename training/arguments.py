@@ -28,6 +28,10 @@ class DominoTrainingArguments(TrainingArguments):
         default=0.0,
         metadata={"help": "Weight of 1 - cosine between draft hidden and the target's last hidden state; 0 is off."},
     )
+    distillation_weight: float = field(
+        default=0.0,
+        metadata={"help": "Share of the loss taken with the target's distribution instead of its token; 0 is off."},
+    )
     shortlist_size: int | None = field(
         default=None, metadata={"help": "Score only the ids supervised most often; null scores the whole vocabulary."}
     )
@@ -48,6 +52,7 @@ class DominoTrainingArguments(TrainingArguments):
             ("lambda_base_start", 0, 1),
             ("lambda_base_decay_ratio", 0, 1),
             ("hidden_loss_weight", 0, None),
+            ("distillation_weight", 0, 1),
         ):
             value = getattr(self, name)
             if value < low or (high is not None and value > high):

@@ -117,6 +117,8 @@ def domino_loss(
     token_ids: torch.LongTensor | None = None,
     chunk_size: int | None = None,
     total_weight: torch.Tensor | None = None,
+    target_hidden: torch.Tensor | None = None,
+    distillation_weight: float = 0.0,
 ) -> ObjectiveOutput:
     """
     The objective of the module docstring, with the head teacher-forced.
@@ -134,6 +136,10 @@ def domino_loss(
         chunk_size (`int`, *optional*): positions whose logits exist at once; `None` for all of them.
         total_weight (`torch.FloatTensor` of shape `[]`, *optional*): what to divide by; default: the weights here.
             Processes that share a batch pass their mean, so that it is weighed as one.
+        target_hidden (`torch.Tensor` of shape `[N, A, B, H]`, *optional*): the target's last hidden states, from which
+            it chose the labels, see [`label_states`]; needed with a `distillation_weight`.
+        distillation_weight (`float`): share of the loss that is the cross-entropy with the target's distribution over
+            the scored ids, instead of with the label. 0 is the paper's objective.
 
     Returns:
         `ObjectiveOutput`; sums and counts for `accuracy`, `base_accuracy` (positions), `accept_len`,
@@ -150,21 +156,34 @@ def domino_loss(
     if draft.config.has_head:
         inputs.append(_prefix_states(draft, target, blocks)[counted])
         corrected = corrected_offsets(draft, counted.device).expand_as(counted)[counted]
+    teacher = None
+    if distillation_weight:
+        if target_hidden is None:
+            raise ValueError(f"`distillation_weight` is {distillation_weight}, but `target_hidden` is not given.")
+        teacher = target_hidden[counted]
     base_hit, final_hit = torch.zeros_like(labels, dtype=torch.bool), torch.zeros_like(labels, dtype=torch.bool)
     base_sum, final_sum = weight.new_zeros(()), weight.new_zeros(())
 
     def loss_of(part: slice, hidden: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
         """The weighted sum of the loss over some positions; notes what the metrics need."""
         base_logits = target.logits(hidden, token_ids)
-        base_ce, base_hit[part] = _cross_entropy(base_logits, labels[part])
-        final_ce, final_hit[part] = base_ce, base_hit[part]
+        soft = None
+        if teacher is not None:
+            with torch.no_grad():
+                soft = target.logits(teacher[part], token_ids).float().softmax(-1)
+        base_ce, base_soft, base_hit[part] = _cross_entropy(base_logits, labels[part], soft)
+        final_ce, final_soft, final_hit[part] = base_ce, base_soft, base_hit[part]
         if states:
             correction = draft.correction(hidden, states[0], token_ids) * corrected[part, None]
-            final_ce, final_hit[part] = _cross_entropy(base_logits + correction, labels[part])
+            final_ce, final_soft, final_hit[part] = _cross_entropy(base_logits + correction, labels[part], soft)
         base, final = (base_ce * weight[part]).sum(), (final_ce * weight[part]).sum()
         base_sum.add_(base.detach())
         final_sum.add_(final.detach())
-        return (1 - lambda_base) * final + lambda_base * base
+        loss = (1 - lambda_base) * final + lambda_base * base
+        if soft is None:
+            return loss
+        mixed = (1 - lambda_base) * final_soft + lambda_base * base_soft
+        return (1 - distillation_weight) * loss + distillation_weight * (mixed * weight[part]).sum()
 
     head = list(draft.embed_proj.parameters()) if draft.config.has_head else []
     loss = _sum_in_chunks(loss_of, inputs, head, chunk_size)
@@ -245,12 +264,33 @@ def acceptance_lengths(hits: torch.BoolTensor, shift_label: bool) -> torch.LongT
     return 1 + hits[..., first:].long().cumprod(-1).sum(-1)
 
 
-def _cross_entropy(logits: torch.Tensor, labels: torch.LongTensor) -> tuple[torch.Tensor, torch.BoolTensor]:
-    """Cross-entropy in float32 and whether the label has the best logit, in two passes over `[M, V]`: a separate
-    argmax would cost as much as the loss itself."""
+def _cross_entropy(
+    logits: torch.Tensor, labels: torch.LongTensor, soft: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.BoolTensor]:
+    """Cross-entropy in float32 with the label and with the distribution `soft` `[M, V]` (or twice with the label), and
+    whether the label has the best logit, in two passes over `[M, V]`: a separate argmax would cost as much as the
+    loss itself."""
     logits = logits.float()
     label_logits = logits.gather(-1, labels[:, None])[:, 0]
-    return logits.logsumexp(-1) - label_logits, label_logits >= logits.detach().amax(-1)
+    total = logits.logsumexp(-1)
+    hard = total - label_logits
+    return hard, hard if soft is None else total - (soft * logits).sum(-1), label_logits >= logits.detach().amax(-1)
+
+
+def label_states(
+    last_hidden_state: torch.Tensor, anchors: torch.LongTensor, block_size: int, shift_label: bool
+) -> torch.Tensor:
+    """
+    The target's last hidden state `[N, A, B, H]` from which it chose the label of each block offset.
+
+    Args:
+        last_hidden_state (`torch.Tensor` of shape `[N, S, H]`): after the target's final norm.
+        anchors (`torch.LongTensor` of shape `[N, A]`), block_size (`int`), shift_label (`bool`): of the blocks.
+    """
+    offsets = torch.arange(block_size, device=anchors.device) - (0 if shift_label else 1)
+    positions = (anchors[..., None] + offsets).clamp(0, last_hidden_state.shape[1] - 1)
+    rows = torch.arange(len(anchors), device=anchors.device)[:, None, None].expand_as(positions)
+    return last_hidden_state[rows, positions]
 
 
 def _prefix_states(draft, target, blocks) -> torch.Tensor:

@@ -14,33 +14,30 @@ from ..generation.context import TargetParts
 from .arguments import DominoTrainingArguments
 from .blocks import Blocks, build_blocks, sample_anchors
 from .features import FeatureDataset, TokenDataset, collate_features, target_features, target_fingerprint
-from .objective import BaseAnchoredCurriculum, ObjectiveOutput, domino_loss, in_shortlist, teacher_forced_hidden
+from .objective import (
+    BaseAnchoredCurriculum,
+    ObjectiveOutput,
+    domino_loss,
+    in_shortlist,
+    label_states,
+    teacher_forced_hidden,
+)
 
 
 def hidden_loss(
-    draft_hidden: torch.Tensor,
-    last_hidden_state: torch.Tensor,
-    blocks: Blocks,
-    anchors: torch.LongTensor,
-    shift: bool,
-    total_weight: torch.Tensor | None = None,
+    draft_hidden: torch.Tensor, target_hidden: torch.Tensor, blocks: Blocks, total_weight: torch.Tensor | None = None
 ) -> torch.Tensor:
     """
     Weighted mean of `1 - cos(draft hidden, target's last hidden state)` where both predict the same token.
 
     Args:
         draft_hidden (`torch.Tensor` of shape `[N, A, B, H]`): backbone output.
-        last_hidden_state (`torch.Tensor` of shape `[N, S, H]`): the target's, after its final norm.
-        blocks, anchors: of the batch.
-        shift (`bool`): whether labels are shifted: offset k then stands beside the target at anchor + k.
+        target_hidden (`torch.Tensor` of shape `[N, A, B, H]`): see [`label_states`].
+        blocks: of the batch.
         total_weight (`torch.FloatTensor` of shape `[]`, *optional*): what to divide by; default: the weights here.
     """
     counted = blocks.weights > 0
-    offsets = torch.arange(counted.shape[-1], device=anchors.device) - (0 if shift else 1)
-    positions = (anchors[..., None] + offsets).clamp(0, last_hidden_state.shape[1] - 1)
-    rows = torch.arange(anchors.shape[0], device=anchors.device)[:, None, None].expand_as(positions)
-    wanted = last_hidden_state[rows[counted], positions[counted]]
-    distance = 1 - F.cosine_similarity(draft_hidden[counted].float(), wanted.float(), dim=-1)
+    distance = 1 - F.cosine_similarity(draft_hidden[counted].float(), target_hidden[counted].float(), dim=-1)
     weight = blocks.weights[counted]
     return (distance * weight).sum() / ((weight.sum() if total_weight is None else total_weight) + 1e-6)
 
@@ -141,14 +138,27 @@ class DominoTrainer(Trainer):
         total_weight = self.accelerator.reduce(weights.sum(), "mean")
         draft = self.accelerator.unwrap_model(model)
 
+        states = None
+        if args.hidden_loss_weight or args.distillation_weight:
+            last = inputs["last_hidden_state"].to(device)
+            states = label_states(last, anchors, config.block_size, config.shift_label)
+
         def objective(hidden: torch.Tensor) -> tuple[torch.Tensor, ObjectiveOutput]:
             output = domino_loss(
-                draft, self.parts, blocks, hidden, self.lambda_base, self.token_ids, args.loss_chunk_size, total_weight
+                draft,
+                self.parts,
+                blocks,
+                hidden,
+                self.lambda_base,
+                self.token_ids,
+                args.loss_chunk_size,
+                total_weight,
+                states,
+                args.distillation_weight,
             )
             loss = output.loss
             if args.hidden_loss_weight:
-                last = inputs["last_hidden_state"].to(device)
-                pull = hidden_loss(hidden, last, blocks, anchors, config.shift_label, total_weight)
+                pull = hidden_loss(hidden, states, blocks, total_weight)
                 loss = loss + args.hidden_loss_weight * pull
                 output.sums["hidden_loss"], output.counts["hidden_loss"] = pull.detach(), torch.tensor(1)
             return loss, output
