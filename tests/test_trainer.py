@@ -162,6 +162,17 @@ class TestTrainer:
             # Both are rounded to bf16; the target's passes differ in their padding only.
             assert [online[name] for name in names] == pytest.approx([cached[name] for name in names], rel=1e-3)
 
+    def test_packed_rows_give_the_steps_of_padded_ones(self, target, features, tmp_path):
+        histories = []
+        for pack_length in (None, 70):
+            settings = {"pack_length": pack_length, "hidden_loss_weight": 0.5, "distillation_weight": 0.3}
+            trainer = make_trainer(target, features, tmp_path, logging_steps=1, **settings)
+            trainer.train()
+            histories.append([entry for entry in trainer.state.log_history if "final_loss" in entry])
+        for padded, packed in zip(*histories, strict=True):
+            for name in ("loss", "final_loss", "hidden_loss", "accept_len"):
+                assert packed[name] == pytest.approx(padded[name], rel=1e-4), name
+
     def test_recomputed_layers_change_nothing(self, target, features, tmp_path):
         drafts = []
         for checkpointing in (False, True):

@@ -23,12 +23,14 @@ from helpers import (
 )
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from torch.nn.attention.flex_attention import create_mask
 
 from domino_spec.generation.context import TargetParts
 from domino_spec.training.blocks import (
     Blocks,
     block_attention_masks,
     build_blocks,
+    pack_rows,
     position_decay,
     sample_anchors,
 )
@@ -331,6 +333,85 @@ def test_masks_equal_a_double_loop(window, seed):
     assert set(masks) == set(expected)
     for layer_type in expected:
         assert torch.equal(masks[layer_type], expected[layer_type]), layer_type
+
+
+# Packed rows, and masks that are never made as a whole
+
+
+def packed_batch(seed, pack_length=60):
+    """Rows of different lengths: their lengths, and `(ids, mask, anchors, keep)` of them alone and packed."""
+    rng = random.Random(seed)
+    lengths = [rng.randint(8, 30) for _ in range(6)]
+    ids, mask = random_tokens(6, max(lengths), seed), random_loss_mask(6, max(lengths), seed, share=0.8)
+    for row, length in enumerate(lengths):
+        ids[row, length:], mask[row, length:] = 0, 0
+    seeds = list(range(seed, seed + 6))
+    packed, documents, packs = pack_rows({"ids": ids, "mask": mask}, lengths, pack_length)
+    own = [[seeds[row] for row in pack] for pack in packs]
+    return (
+        lengths,
+        (ids, mask, *sample_anchors(mask, 3, seeds)),
+        (packed["ids"], packed["mask"], *sample_anchors(packed["mask"], 3, own, documents), documents, packs),
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_packing_loses_nothing_and_wastes_little(seed):
+    lengths, (ids, mask, *_), (packed_ids, packed_mask, _, _, documents, packs) = packed_batch(seed)
+    assert sorted(row for pack in packs for row in pack) == list(range(6)) and len(packs) < 6
+    for pack, ids_, mask_, numbers in zip(packs, packed_ids, packed_mask, documents, strict=True):
+        assert sum(lengths[row] for row in pack) <= 60
+        for number, row in enumerate(pack):
+            place = numbers == number
+            assert ids_[place].tolist() == ids[row, : lengths[row]].tolist()
+            assert mask_[place].tolist() == mask[row, : lengths[row]].tolist()
+        assert (mask_[numbers == -1] == 0).all()
+    # A row longer than a pack stays alone.
+    _, _, alone = pack_rows({"ids": ids}, lengths, 5)
+    assert sorted(alone) == [[row] for row in range(6)]
+
+
+@every_labelling
+@pytest.mark.parametrize("window", WINDOWS, ids=WINDOW_IDS)
+@pytest.mark.parametrize("seed", range(2))
+def test_a_packed_row_trains_as_its_rows_do_alone(target, parts, seed, window, shift_label):
+    draft = make_draft(target, attn_implementation="sdpa", shift_label=shift_label, **window)
+    lengths, (ids, mask, anchors, keep), (*packed, documents, packs) = packed_batch(seed)
+    features = features_of(target, parts, ids, draft)
+    together, _, _ = pack_rows({"features": features}, lengths, 60)
+    blocks = build_blocks(ids, mask, anchors, keep, draft.config, 4.0)
+    packed_blocks = build_blocks(*packed, draft.config, 4.0, documents)
+    alone = teacher_forced_hidden(draft, parts, blocks, anchors, features)
+    hidden = teacher_forced_hidden(draft, parts, packed_blocks, packed[2], together["features"], documents=documents)
+    for n, pack in enumerate(packs):
+        slot = 0
+        for row in pack:
+            for s in range(int(keep[row].sum())):
+                close(hidden[n, slot], alone[row, s], atol=1e-5)
+                close(packed_blocks.weights[n, slot], blocks.weights[row, s], atol=0)
+                slot += 1
+        assert slot == int(packed[3][n].sum())
+    one, other = (domino_loss(draft, parts, b, h, 0.4) for b, h in ((blocks, alone), (packed_blocks, hidden)))
+    close(one.loss, other.loss, atol=1e-5)
+    assert {k: int(v) for k, v in one.sums.items()} == {k: int(v) for k, v in other.sums.items()}
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=WINDOW_IDS)
+def test_sparse_masks_hold_the_rule_of_dense_ones(window):
+    _, _, (_, _, anchors, keep, documents, _) = packed_batch(0)
+    config = draft_config(**window)
+    dense = block_attention_masks(anchors, keep, documents.shape[1], config, documents)
+    config._attn_implementation = "flex_attention"
+    sparse = block_attention_masks(anchors, keep, documents.shape[1], config, documents)
+    for layer_type, mask in dense.items():
+        rule = sparse[layer_type].mask_mod
+        (rows, _, queries, keys) = mask.shape
+        assert torch.equal(create_mask(rule, rows, 1, queries, keys, device="cpu"), mask)
+        # And no block that holds something to see is left out.
+        listed = sparse[layer_type].to_dense()
+        size = sparse[layer_type].BLOCK_SIZE
+        for n, _, q, k in mask.nonzero().tolist():
+            assert listed[n, 0, q // size[0], k // size[1]] == 1
 
 
 # Training against decoding

@@ -35,6 +35,13 @@ class DominoTrainingArguments(TrainingArguments):
     shortlist_size: int | None = field(
         default=None, metadata={"help": "Score only the ids supervised most often; null scores the whole vocabulary."}
     )
+    pack_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Pack rows of a batch into rows of at most so many tokens; null pads each. With a draft on "
+            "flex_attention, on a GPU, packed rows cost what their blocks see."
+        },
+    )
     loss_chunk_size: int | None = field(
         default=1024,
         metadata={"help": "Positions whose vocabulary-wide logits exist at once; null for all, which is no faster."},
@@ -57,7 +64,7 @@ class DominoTrainingArguments(TrainingArguments):
             value = getattr(self, name)
             if value < low or (high is not None and value > high):
                 raise ValueError(f"`{name}` is {value}, outside {low}..{'' if high is None else high}.")
-        for name in ("loss_chunk_size", "shortlist_size"):
+        for name in ("loss_chunk_size", "shortlist_size", "pack_length"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"`{name}` is {value}: give a positive number, or null.")
         if self.loss_decay_gamma is not None and self.loss_decay_gamma <= 0:

@@ -220,11 +220,15 @@ def has_anchor(loss_mask: torch.Tensor) -> bool:
 
 
 def collate_features(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Right-pad rows to the longest: `[N, S, ...]`. Padding has loss mask 0 and lies after every anchor."""
-    rows = torch.stack([item["row"] for item in items])
+    """Right-pad rows to the longest: `[N, S, ...]`, with their `length` `[N]`. Padding has loss mask 0 and lies after
+    every anchor."""
+    numbers = {
+        "row": torch.stack([item["row"] for item in items]),
+        "length": torch.tensor([len(item["input_ids"]) for item in items]),
+    }
     padded = {
         name: torch.nn.utils.rnn.pad_sequence([item[name] for item in items], batch_first=True)
         for name in items[0]
         if name != "row"
     }
-    return {**padded, "row": rows}
+    return {**padded, **numbers}

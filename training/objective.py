@@ -67,6 +67,7 @@ def teacher_forced_hidden(
     anchors: torch.LongTensor,
     context_hidden_states: torch.Tensor,
     config: DominoConfig | None = None,
+    documents: torch.LongTensor | None = None,
     objective: Callable[[torch.Tensor], Any] | None = None,
 ) -> Any:
     """
@@ -77,6 +78,7 @@ def teacher_forced_hidden(
         target (`TargetParts`): lends the embedding.
         blocks, anchors: of the batch.
         context_hidden_states (`torch.Tensor` of shape `[N, S, T * H]`): features of every position.
+        documents (`torch.LongTensor` of shape `[N, S]`, *optional*): of packed rows.
     """
 
     def finish(hidden: torch.Tensor) -> Any:
@@ -88,7 +90,7 @@ def teacher_forced_hidden(
         context_hidden_states=context_hidden_states,
         position_ids=blocks.position_ids,
         attention_mask=block_attention_masks(
-            anchors, blocks.keep, context_hidden_states.shape[1], config or draft.config
+            anchors, blocks.keep, context_hidden_states.shape[1], config or draft.config, documents
         ),
         objective=finish,
     )

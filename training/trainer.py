@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, Trainer
 from ..configuration_domino import DominoConfig
 from ..generation.context import TargetParts
 from .arguments import DominoTrainingArguments
-from .blocks import Blocks, build_blocks, sample_anchors
+from .blocks import Blocks, build_blocks, pack_rows, sample_anchors
 from .features import FeatureDataset, TokenDataset, collate_features, target_features, target_fingerprint
 from .objective import (
     BaseAnchoredCurriculum,
@@ -123,15 +123,18 @@ class DominoTrainer(Trainer):
         args, config, device = self.args, model_config(model), inputs["input_ids"].device
         # Evaluation sees the same blocks every time.
         step = self.state.global_step if model.training else "evaluation"
-        seeds = [_mix(args.seed, step, row) for row in inputs["row"].tolist()]
-        anchors, keep = (t.to(device) for t in sample_anchors(inputs["loss_mask"], args.num_anchors, seeds))
-        self.num_skipped += int(not keep.any())
-        blocks = build_blocks(inputs["input_ids"], inputs["loss_mask"], anchors, keep, config, args.loss_decay_gamma)
+        rows = inputs["row"].tolist()
         if "context_hidden_states" not in inputs:
-            inputs = {
-                **inputs,
-                **target_features(self.target, self.parts, inputs["input_ids"], config.target_layer_ids),
-            }
+            inputs |= target_features(self.target, self.parts, inputs["input_ids"], config.target_layer_ids)
+        batch = {name: value.to(device) for name, value in inputs.items() if name not in ("row", "length")}
+        seeds, documents = [_mix(args.seed, step, row) for row in rows], None
+        if args.pack_length is not None:
+            batch, documents, packs = pack_rows(batch, inputs["length"].tolist(), args.pack_length)
+            seeds = [[seeds[row] for row in pack] for pack in packs]
+        ids, mask = batch["input_ids"], batch["loss_mask"]
+        anchors, keep = (t.to(device) for t in sample_anchors(mask, args.num_anchors, seeds, documents))
+        self.num_skipped += int(not keep.any())
+        blocks = build_blocks(ids, mask, anchors, keep, config, args.loss_decay_gamma, documents)
 
         weights = blocks.weights if self.token_ids is None else in_shortlist(blocks, self.token_ids)[0]
         # Gradients are averaged over processes, so dividing by the mean weight weighs their batches as one.
@@ -140,8 +143,7 @@ class DominoTrainer(Trainer):
 
         states = None
         if args.hidden_loss_weight or args.distillation_weight:
-            last = inputs["last_hidden_state"].to(device)
-            states = label_states(last, anchors, config.block_size, config.shift_label)
+            states = label_states(batch["last_hidden_state"], anchors, config.block_size, config.shift_label)
 
         def objective(hidden: torch.Tensor) -> tuple[torch.Tensor, ObjectiveOutput]:
             output = domino_loss(
@@ -169,8 +171,9 @@ class DominoTrainer(Trainer):
                 self.parts,
                 blocks,
                 anchors,
-                inputs["context_hidden_states"].to(device),
+                batch["context_hidden_states"],
                 config,
+                documents,
                 objective,
             )
         self._keep_metrics(output)
