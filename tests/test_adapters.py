@@ -72,6 +72,18 @@ def test_training_moves_every_adapter_and_nothing_else(part, target, features, t
     assert adapted == {"head": {True}, "backbone": {False}, "all": {True, False}}[part]
 
 
+def test_every_adapter_learns_also_where_few_ids_are_scored(target, features, tmp_path):
+    wrapped = wrap(target, "head")
+    make_trainer(target, features, tmp_path, wrapped, max_steps=3, shortlist_size=30).train()
+    for name, parameter in wrapped.named_parameters():
+        assert "lora_B" not in name or parameter.abs().sum() > 0, name
+    ids, ones = torch.tensor([3, 7, 50]), torch.ones(1, 6, 32)
+    with torch.no_grad():
+        states = wrapped.prefix_states(ones)
+        close = wrapped.correction(ones, states)[..., ids] - wrapped.correction(ones, states, ids)
+    assert close.abs().max() < 1e-6
+
+
 def test_a_trained_adapter_is_saved_alone_and_loaded_the_peft_way(target, features, tmp_path):
     wrapped = wrap(target, "head")
     before = outputs(wrapped)

@@ -362,6 +362,9 @@ class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
         fused = torch.cat([draft_hidden, prefix_state], dim=-1)
         if token_ids is None:
             return self.embed_proj(fused)
+        if type(self.embed_proj[2]) is not nn.Linear:
+            # An adapter's share is not in the weight.
+            return self.embed_proj(fused)[..., token_ids]
         return nn.functional.linear(self.embed_proj[:2](fused), self.embed_proj[2].weight[token_ids])
 
     def resize_token_embeddings(self, new_num_tokens: int, *args, **kwargs) -> nn.Module | None:
