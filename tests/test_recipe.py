@@ -3,7 +3,10 @@
 """`domino-spec train` on a tiny target: from a recipe to a draft, an adapter, or an error that names what is wrong."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -192,3 +195,31 @@ def test_a_mask_token_may_be_named_by_id_and_defaults_to_the_tokenizers_own():
     assert find_mask_token(tokenizer, "<bos>") == tokenizer.convert_tokens_to_ids("<bos>")
     tokenizer.add_special_tokens({"mask_token": "<mask>"})
     assert find_mask_token(tokenizer, None) == tokenizer.mask_token_id
+
+
+def test_the_script_for_a_gpu_runs_end_to_end_at_tiny_size(folder, tmp_path):
+    script = Path(__file__).parents[1] / "benchmarks" / "train_default_gpu.py"
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"turns": [f"{i}?"]}) + "\n" for i in range(60)))
+    sizes = {"text-seconds": 2, "text-batch": 32, "max-new-tokens": 12, "train-seconds": 2, "train-batch": 4}
+    sizes |= {"timing-steps": 1, "num-anchors": 4, "eval-count": 1, "block-size": 4, "gru-hidden-dim": 12}
+    sizes |= {"emb-dim": 10, "part-mb": 0.01, "max-length": 80, "mask-token": "<spare>"}
+    arguments = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
+    arguments += ["--target", str(folder / "target"), "--device", "cpu", "--source-layers", "2", "3"]
+    arguments += ["--target-layer-ids", "0", "2", "--prompts", str(tmp_path / "prompts.jsonl")]
+    arguments += ["--eval-prompts", str(tmp_path / "prompts.jsonl")]
+    output = tmp_path / "out"
+    paths = os.pathsep.join(path for path in sys.path if path)
+    for command in (["--output", str(output), *arguments], ["--join", str(output)]):
+        done = subprocess.run(
+            [sys.executable, str(script), *command],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads((output / "report.json").read_text())
+    assert report["text"]["supervised_tokens"] > 0 and report["training"]["steps"] >= 1
+    assert report["tasks"]["prompts"]["head"] >= 1 and report["curve"]
+    draft = DominoDraftModel.from_pretrained(output / "draft")
+    assert draft.dtype == torch.bfloat16 and draft.config.block_size == 4

@@ -37,7 +37,6 @@ def rows(path) -> dict[str, dict]:
 @pytest.fixture(scope="module")
 def pair():
     tokenizer = tokenizer_with(CHATML)
-    tokenizer.pad_token = tokenizer.eos_token
     target = make_target("qwen3", dtype=torch.float32, vocab_size=len(tokenizer), attn_implementation="sdpa")
     target.generation_config.eos_token_id = tokenizer.eos_token_id
     target.generation_config.pad_token_id = tokenizer.eos_token_id

@@ -157,27 +157,33 @@ class LocalTarget:
 
     @torch.inference_mode()
     def _generate(self, conversations: list[Answered]) -> list[tuple[str, bool]]:
-        inputs = self.tokenizer.apply_chat_template(
-            [conversation.messages for conversation in conversations],
-            add_generation_prompt=True,
-            padding=True,
-            return_dict=True,
-            return_tensors="pt",
-            tokenizer_kwargs={"padding_side": "left"},
-            **self.template_kwargs,
-        ).to(self.target.device)
+        prompts = [
+            self.tokenizer.apply_chat_template(
+                conversation.messages, add_generation_prompt=True, return_dict=True, **self.template_kwargs
+            )["input_ids"]
+            for conversation in conversations
+        ]
+        # Padded here, since a tokenizer may know no padding; which token it is makes no difference.
+        width, pad = max(map(len, prompts)), self.tokenizer.pad_token_id or 0
+        ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         temperature = conversations[0].prompt.temperature
         set_seed(_seed(self.seed, [conversation.prompt.id for conversation in conversations]))
-        options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": bool(temperature)}
+        options: dict[str, Any] = {
+            "max_new_tokens": self.max_new_tokens,
+            "do_sample": bool(temperature),
+            "pad_token_id": pad,
+        }
         if temperature:
             options |= {"temperature": temperature, "top_k": self.top_k}
-        output = self.target.generate(**inputs, **options)
+        device = self.target.device
+        output = self.target.generate(ids.to(device), attention_mask=mask.to(device), **options)
         eos = self.target.generation_config.eos_token_id
         ends = set(eos) if isinstance(eos, list) else {eos}
         results = []
-        for ids in output[:, inputs["input_ids"].shape[1] :].tolist():
-            length = next((k for k, token in enumerate(ids) if token in ends), len(ids))
-            results.append((self.tokenizer.decode(ids[:length], skip_special_tokens=True), length < len(ids)))
+        for row in output[:, width:].tolist():
+            length = next((k for k, token in enumerate(row) if token in ends), len(row))
+            results.append((self.tokenizer.decode(row[:length], skip_special_tokens=True), length < len(row)))
         return results
 
 
