@@ -142,6 +142,7 @@ class TestTraining:
 
 WRONG = {
     "a misspelt name": ({"learning_rat": 1}, "'learning_rat', which is unknown: do you mean 'learning_rate'?"),
+    "a word for a number": ({"max_steps": "many"}, "invalid int value: 'many'"),
     "no data": ({"train_data": []}, "`train_data` is empty"),
     "an adapter on nothing": ({"peft": "head"}, "`peft` is 'head', but a new draft has nothing to adapt"),
     "an unknown part": ({"peft": "tail", "start_from": "{draft}"}, "`part` is 'tail': choose one of head, backbone"),

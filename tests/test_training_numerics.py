@@ -946,6 +946,11 @@ def test_lambda_at_odd_lengths(total, ratio, steps, expected):
     assert [curriculum.weight(step, total) for step in steps] == pytest.approx(expected)
 
 
+def test_without_a_decay_lambda_stays():
+    curriculum = BaseAnchoredCurriculum(0.5, None)
+    assert [curriculum.weight(step, 10) for step in range(11)] == [0.5] * 11
+
+
 def test_lambda_never_rises_and_stays_within_its_start():
     rng = random.Random(0)
     for _ in range(50):

@@ -21,8 +21,8 @@ class DominoTrainingArguments(TrainingArguments):
         default=7.0, metadata={"help": "Scale of the position decay in offsets (7 / 5 / 4 for B 16 / 10 / 8)."}
     )
     lambda_base_start: float = field(default=1.0, metadata={"help": "Base weight at the first step."})
-    lambda_base_decay_ratio: float = field(
-        default=0.5, metadata={"help": "Share of the run over which the base weight falls to 0."}
+    lambda_base_decay_ratio: float | None = field(
+        default=0.5, metadata={"help": "Share of the run over which the base weight falls to 0; null keeps it."}
     )
     hidden_loss_weight: float = field(
         default=0.0,
@@ -62,7 +62,7 @@ class DominoTrainingArguments(TrainingArguments):
             ("distillation_weight", 0, 1),
         ):
             value = getattr(self, name)
-            if value < low or (high is not None and value > high):
+            if value is not None and (value < low or (high is not None and value > high)):
                 raise ValueError(f"`{name}` is {value}, outside {low}..{'' if high is None else high}.")
         for name in ("loss_chunk_size", "shortlist_size", "pack_length"):
             if (value := getattr(self, name)) is not None and value < 1:

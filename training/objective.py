@@ -30,14 +30,17 @@ class BaseAnchoredCurriculum:
 
     Attributes:
         start (`float`): weight at step 0, in 0..1.
-        decay_ratio (`float`): share of the run after which it is 0; 0 trains the final loss from the second step on.
+        decay_ratio (`float`, *optional*): share of the run after which it is 0; 0 trains the final loss from the second
+            step on, `None` keeps the weight as it starts.
     """
 
     start: float = 1.0
-    decay_ratio: float = 0.5
+    decay_ratio: float | None = 0.5
 
     def weight(self, step: int, total_steps: int) -> float:
         """Lambda after `step` of `total_steps` optimiser steps."""
+        if self.decay_ratio is None:
+            return self.start
         return self.start * (1.0 - min(step / max(1, int(total_steps * self.decay_ratio)), 1.0))
 
 

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import yaml
@@ -118,6 +118,11 @@ class AdapterArguments:
 _CLASSES = (TargetArguments, DataArguments, DraftArguments, AdapterArguments, DominoTrainingArguments)
 
 
+def _raise(message: str) -> NoReturn:
+    # argparse would print a usage of two hundred lines.
+    raise ValueError(f"{message} (see `domino-spec train --help`)")
+
+
 def parse_recipe(argv: Sequence[str]) -> tuple[Any, ...]:
     """
     Arguments from an optional YAML file, which comes first, and from the command line, which has the last word.
@@ -126,6 +131,7 @@ def parse_recipe(argv: Sequence[str]) -> tuple[Any, ...]:
         ValueError: when the file is no mapping, or a name in it is unknown; the message names it and what is meant.
     """
     parser = HfArgumentParser(_CLASSES, prog="domino-spec train", description=__doc__)
+    parser.error = _raise  # type: ignore[method-assign]
     # To measure only, say `--do_train false`.
     parser.set_defaults(do_train=True)
     argv = list(argv)

@@ -1,0 +1,83 @@
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Does the base-anchored curriculum pay? The same small training with three base weights, over three seeds.
+
+    python benchmarks/curriculum.py examples/recipes/smollm2-135m.yaml --train_data chat.jsonl \
+        --features_dir runs/features --work runs/curriculum --results benchmarks/results/curriculum.json
+
+Every run is `domino-spec train` with the recipe given, `--max_steps 300` and another seed or weight: falling from 1 to
+0, always 0, always 0.5. Reported are the acceptance lengths on the rows held out, with the head and without. Runs that
+`--work` holds already are not made again.
+"""
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+from pathlib import Path
+
+import yaml
+
+from domino_spec.evaluation.benchmark import describe_machine, describe_versions
+from domino_spec.evaluation.report import format_table
+from domino_spec.training import recipe
+
+WEIGHTS = {
+    "falls from 1 to 0": {"lambda_base_start": 1.0, "lambda_base_decay_ratio": 0.5},
+    "always 0": {"lambda_base_start": 0.0, "lambda_base_decay_ratio": None},
+    "always 0.5": {"lambda_base_start": 0.5, "lambda_base_decay_ratio": None},
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--results", type=Path)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    args, rest = parser.parse_known_args()
+    measured = []
+    for seed in args.seeds:
+        for name, weights in WEIGHTS.items():
+            folder = args.work / f"{name.replace(' ', '-')}-{seed}"
+            results = folder / "eval_results.json"
+            if not results.exists():
+                fixed = {"max_steps": args.steps, "seed": seed, "output_dir": str(folder), "save_strategy": "no"}
+                folder.mkdir(parents=True, exist_ok=True)
+                path = folder / "recipe.yaml"
+                path.write_text(yaml.safe_dump({**yaml.safe_load(args.recipe.read_text()), **fixed, **weights}))
+                recipe.main([str(path), *rest])
+            found = json.loads(results.read_text())
+            lengths = {key: value for key, value in found.items() if key.endswith("_accept_len")}
+            base = [value for key, value in lengths.items() if key.endswith("_base_accept_len")]
+            head = [value for key, value in lengths.items() if not key.endswith("_base_accept_len")]
+            measured.append(
+                {"weight": name, "seed": seed, "head": statistics.fmean(head), "base": statistics.fmean(base)}
+            )
+    rows = []
+    for name in WEIGHTS:
+        runs = [run for run in measured if run["weight"] == name]
+        heads = [run["head"] for run in runs]
+        rows.append(
+            [
+                name,
+                f"{statistics.fmean(heads):.3f}",
+                f"{min(heads):.3f}..{max(heads):.3f}",
+                f"{statistics.fmean(run['base'] for run in runs):.3f}",
+            ]
+        )
+    print(format_table(["base weight", "acceptance length", "over seeds", "head off"], rows))
+    if args.results is not None:
+        document = {
+            "command": shlex.join(["python", "benchmarks/curriculum.py", *sys.argv[1:]]),
+            "machine": describe_machine(),
+            "versions": describe_versions(),
+            "runs": measured,
+        }
+        args.results.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
