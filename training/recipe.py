@@ -131,7 +131,7 @@ def parse_recipe(argv: Sequence[str]) -> tuple[Any, ...]:
         ValueError: when the file is no mapping, or a name in it is unknown; the message names it and what is meant.
     """
     parser = HfArgumentParser(_CLASSES, prog="domino-spec train", description=__doc__)
-    parser.error = _raise  # type: ignore[method-assign]
+    parser.error = _raise
     # To measure only, say `--do_train false`.
     parser.set_defaults(do_train=True)
     argv = list(argv)
