@@ -15,7 +15,6 @@ their acceptance length is more than that, and 1.2 times plain where it is 1.2 t
 import argparse
 import copy
 import json
-import shlex
 import statistics
 import sys
 import time
@@ -26,7 +25,7 @@ from pathlib import Path
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from domino_spec.evaluation.benchmark import describe_machine, describe_versions, load_pair, read_prompts
+from domino_spec.evaluation.benchmark import load_pair, provenance, read_prompts
 from domino_spec.evaluation.report import format_table
 
 RUNS = {"plain": None, "whole blocks": {}, "heuristic": {"num_assistant_tokens_schedule": "heuristic"}}
@@ -175,9 +174,7 @@ def main():
     print(format_table(header, rows))
     if args.output is not None:
         document = {
-            "command": shlex.join(["python", "benchmarks/batches.py", *sys.argv[1:]]),
-            "machine": describe_machine(),
-            "versions": describe_versions(),
+            **provenance("benchmarks/batches.py"),
             "measured": measured,
         }
         args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -12,14 +12,12 @@ Every run is `domino-spec train` with the recipe given, `--max_steps 300` and an
 
 import argparse
 import json
-import shlex
 import statistics
-import sys
 from pathlib import Path
 
 import yaml
 
-from domino_spec.evaluation.benchmark import describe_machine, describe_versions
+from domino_spec.evaluation.benchmark import provenance
 from domino_spec.evaluation.report import format_table
 from domino_spec.training import recipe
 
@@ -71,9 +69,7 @@ def main():
     print(format_table(["base weight", "acceptance length", "over seeds", "head off"], rows))
     if args.results is not None:
         document = {
-            "command": shlex.join(["python", "benchmarks/curriculum.py", *sys.argv[1:]]),
-            "machine": describe_machine(),
-            "versions": describe_versions(),
+            **provenance("benchmarks/curriculum.py"),
             "runs": measured,
         }
         args.results.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

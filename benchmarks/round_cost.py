@@ -11,9 +11,7 @@ predicting positions. Rounds are timed by the streamer, which is called once in 
 
 import argparse
 import json
-import shlex
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from domino_spec.cli import DEMO_PROMPTS
-from domino_spec.evaluation.benchmark import describe_machine, describe_versions, encode, load_pair
+from domino_spec.evaluation.benchmark import encode, load_pair, provenance
 from domino_spec.evaluation.report import format_table
 from domino_spec.generation.compat import CACHE_NAME
 from domino_spec.generation.context import TargetParts
@@ -117,9 +115,7 @@ def main():
     print(format_table(["median of", "ms"], rows, ["round / sum", f"{whole / total:.3f}"]))
     if args.output is not None:
         document = {
-            "command": shlex.join(["python", "benchmarks/round_cost.py", *sys.argv[1:]]),
-            "machine": describe_machine(),
-            "versions": describe_versions(),
+            **provenance("benchmarks/round_cost.py"),
             "block_size": draft.config.block_size,
             "rounds": len(rounds),
             "milliseconds": {name: 1000 * seconds for name, seconds in medians.items()},

@@ -15,7 +15,6 @@ import argparse
 import json
 import random
 import shutil
-import sys
 import time
 from pathlib import Path
 
@@ -23,7 +22,7 @@ import torch
 from transformers import TrainerCallback, set_seed
 
 from domino_spec import DominoDraftModel
-from domino_spec.evaluation.benchmark import describe_machine, describe_versions, encode
+from domino_spec.evaluation.benchmark import encode, provenance
 from domino_spec.evaluation.benchmark import read_prompts as bench_prompts
 from domino_spec.training.arguments import DominoTrainingArguments
 from domino_spec.training.data import load_rows
@@ -196,7 +195,7 @@ def main():
     set_seed(args.seed)
     target, tokenizer = load_target(TargetArguments(args.target))
     target = target.to(args.device)
-    report = {"command": " ".join(sys.argv), "machine": describe_machine(), "versions": describe_versions()}
+    report = provenance("benchmarks/train_default_gpu.py")
 
     text = args.output / "text.jsonl"
     report["text"] = write_text(target, tokenizer, args, text)

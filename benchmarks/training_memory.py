@@ -13,7 +13,6 @@ backbone's part (activations and the dense mask); what grows with the chunk is t
 import argparse
 import json
 import resource
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ from pathlib import Path
 import torch
 
 from domino_spec import DominoConfig, DominoDraftModel
-from domino_spec.evaluation.benchmark import describe_machine, describe_versions
+from domino_spec.evaluation.benchmark import provenance
 from domino_spec.evaluation.report import format_table
 from domino_spec.generation.context import TargetParts
 from domino_spec.training.blocks import build_blocks, sample_anchors
@@ -149,9 +148,7 @@ def main():
     )
     if args.output is not None:
         document = {
-            "command": shlex.join(["python", "benchmarks/training_memory.py", *sys.argv[1:]]),
-            "machine": describe_machine(),
-            "versions": describe_versions(),
+            **provenance("benchmarks/training_memory.py"),
             "paper_scale_gib": parts,
             "logits_without_chunks_gib": whole,
             "scaled_down": measured,

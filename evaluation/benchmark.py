@@ -287,6 +287,15 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+def provenance(script: str) -> dict[str, Any]:
+    """What a results file says about where its numbers come from: the command, the machine and the versions."""
+    return {
+        "command": shlex.join(["python", script, *sys.argv[1:]]),
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+    }
+
+
 def describe_versions() -> dict[str, str | None]:
     """Versions of Python and of the packages that decide about speed and numerics."""
     versions: dict[str, str | None] = {"python": platform.python_version()}

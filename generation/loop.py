@@ -72,9 +72,9 @@ def check_supported(generation_config: GenerationConfig):
     schedules = ("constant", "heuristic", "heuristic_transient")
     if (schedule := config.num_assistant_tokens_schedule) not in (None, *schedules):
         refusals.append((True, f"num_assistant_tokens_schedule={schedule!r}", f"choose one of {', '.join(schedules)}"))
-    # Other sources of proposals. Later versions of transformers know more of them than earlier ones.
+    # Other sources of proposals.
     for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"):
-        if value := getattr(config, name, None):
+        if value := getattr(config, name):
             refusals.append((True, f"{name}={value}", "one source of proposals is enough: leave it unset"))
     for refused, what, remedy in refusals:
         if refused:

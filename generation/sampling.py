@@ -26,8 +26,10 @@ def accept_or_draw(
         The tokens `[g]`, and which of them are the proposals `[g]`.
     """
     p = scores.softmax(-1)
-    # A processor of the user's may have cut the target's vocabulary short.
-    q, p = draft_probabilities.to(p), F.pad(p, (0, draft_probabilities.shape[-1] - p.shape[-1]))
+    q = draft_probabilities.to(p)
+    if missing := q.shape[-1] - p.shape[-1]:
+        # A processor of the user's has cut the target's vocabulary short.
+        p = F.pad(p, (0, missing))
     index = proposal_ids[:, None]
     p_proposal, q_proposal = p.gather(-1, index)[:, 0], q.gather(-1, index)[:, 0]
     accepted = torch.rand_like(p_proposal) * q_proposal < p_proposal

@@ -21,7 +21,7 @@ class Verification:
             or, in lockstep, another row cut them; 0 for a row that had stopped before.
         stopped (`list[bool]`): which rows end here, or have ended before.
         rejected (`list[bool]`): in which rows the last new token stands in place of a proposal.
-        scores (`list[torch.Tensor]`): with `keep_scores`, the processed float32 scores of each offset `[n, V]`; only
+        scores (`list[torch.Tensor]`): with `keep_scores`, the processed scores of each offset `[n, V]`; only
             the entries of committed tokens mean anything.
     """
 

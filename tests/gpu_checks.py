@@ -25,7 +25,7 @@ from contract import cached_target, first_difference_is_tie
 from helpers import MASK_TOKEN, make_draft
 from transformers import AutoModelForCausalLM
 
-from domino_spec.evaluation.benchmark import describe_machine, describe_versions
+from domino_spec.evaluation.benchmark import provenance
 from domino_spec.evaluation.report import format_table
 
 LENGTHS, NEW_TOKENS = [9, 4, 13, 30], 40
@@ -114,7 +114,7 @@ def main():
         rows.append([name, outcome, length, f"{time.perf_counter() - start:.1f}"])
     print(format_table(["check", "outcome", "acceptance length", "seconds"], rows))
     if args.output is not None:
-        document = {"machine": describe_machine(), "versions": describe_versions(), "checks": rows}
+        document = {**provenance("tests/gpu_checks.py"), "checks": rows}
         args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     sys.exit(failed)
 

@@ -63,6 +63,7 @@ REFUSED = {
     "no cache": ({"use_cache": False}, r"use_cache=False: leave use_cache on"),
     "prompt lookup": ({"prompt_lookup_num_tokens": 3}, r"prompt_lookup_num_tokens=3: one source .* leave it unset"),
     "early exit": ({"assistant_early_exit": 2}, r"assistant_early_exit=2: one source .* leave it unset"),
+    "the target's own multi-token head": ({"use_mtp": True}, r"use_mtp=True: one source .* leave it unset"),
     "DoLa": ({"dola_layers": "low"}, r"dola_layers"),
     "contrastive search": ({"penalty_alpha": 0.6, "top_k": 4}, r"penalty_alpha=0.6|Contrastive Search requires"),
     "forced words": ({"force_words_ids": [[3]], "num_beams": 2}, r"num_beams=2|Constrained Beam Search requires"),
@@ -88,15 +89,6 @@ def test_constraints_without_beams_are_refused_too(door):
     config = GenerationConfig(force_words_ids=[[3]], max_new_tokens=5)
     run = partial(call(door, target, draft), random_tokens(1, PROMPT), generation_config=config)
     assert_refused_before_any_pass(run, target, draft, "prefix_allowed_tokens_fn|Constrained Beam Search requires")
-
-
-@pytest.mark.skipif(not hasattr(GenerationConfig(), "use_mtp"), reason="not known to this transformers")
-@each_door
-def test_the_targets_own_multi_token_head_is_refused_beside_a_draft(door):
-    target = cached_target()
-    draft = make_draft(target)
-    run = partial(call(door, target, draft), random_tokens(1, PROMPT), max_new_tokens=5, use_mtp=True)
-    assert_refused_before_any_pass(run, target, draft, r"use_mtp=True: one source .* leave it unset")
 
 
 def test_a_tokenizer_of_the_assistants_own_is_refused():

@@ -23,9 +23,8 @@ from helpers import (
     MASK_TOKEN,
     make_draft,
 )
-from test_generate_lossless import expected_acceptance, make_tokenizer
+from test_generate_lossless import CountingProcessor, expected_acceptance, make_tokenizer
 from transformers import (
-    LogitsProcessor,
     LogitsProcessorList,
     TextIteratorStreamer,
     TextStreamer,
@@ -119,17 +118,8 @@ def test_through_custom_generate_transformers_streams_only_the_prompt():
     assert [piece.tolist() for piece in streamer.pieces] == [prompt.tolist()]
 
 
-class RepetitionPenaltyLogitsProcessor(LogitsProcessor):
-    """A user's own, with a stock name and a memory: forbids the tokens it chose before by counting its calls."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, input_ids, scores):
-        self.calls += 1
-        scores = scores.clone()
-        scores[:, (self.calls * 7) % scores.shape[-1] :: 3] = -torch.inf
-        return scores
+class RepetitionPenaltyLogitsProcessor(CountingProcessor):
+    """A user's own, with a stock name."""
 
 
 def test_a_users_processor_with_a_stock_name_is_called_once_a_token():

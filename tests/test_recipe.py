@@ -131,6 +131,15 @@ class TestTraining:
         assert not (tmp_path / "adapter" / "model.safetensors").exists()
         assert (tmp_path / "draft" / "model.safetensors").read_bytes() == before
 
+    def test_a_run_goes_on_from_its_last_checkpoint_or_from_one_by_name(self, folder, tmp_path):
+        steps = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+        assert train(folder, "--output_dir", str(tmp_path / "whole"), **steps) == 0
+        whole = load_file(tmp_path / "whole" / "model.safetensors")
+        for asked in ("true", "false", str(tmp_path / "whole" / "checkpoint-2")):
+            assert train(folder, "--output_dir", str(tmp_path / "whole"), **steps, resume_from_checkpoint=asked) == 0
+            found = load_file(tmp_path / "whole" / "model.safetensors")
+            assert all(torch.equal(found[name], tensor) for name, tensor in whole.items()), asked
+
     def test_a_draft_can_be_measured_without_training(self, folder, tmp_path):
         assert train(folder, "--output_dir", str(tmp_path / "draft")) == 0
         trained = json.loads((tmp_path / "draft" / "eval_results.json").read_text())
@@ -146,6 +155,12 @@ WRONG = {
     "no data": ({"train_data": []}, "`train_data` is empty"),
     "an adapter on nothing": ({"peft": "head"}, "`peft` is 'head', but a new draft has nothing to adapt"),
     "an unknown part": ({"peft": "tail", "start_from": "{draft}"}, "`part` is 'tail': choose one of head, backbone"),
+    "a scaled base below an adapter": (
+        {"peft": "head", "start_from": "{draft}", "head_scale": 0.5},
+        "`head_scale` is 0.5, but an adapter leaves",
+    ),
+    "two sources of one name": ({"eval_data": ["elsewhere/chat.jsonl"]}, "name 'chat' twice"),
+    "nothing to resume": ({"resume_from_checkpoint": "true"}, "holds no checkpoint"),
     "a head that is new anyway": ({"new_head": True}, "`new_head` is set, but"),
     "no mask token": ({"mask_token": None}, "No `mask_token` is given.*<spare>"),
     "a mask token of nowhere": ({"mask_token": "<gone>"}, "'<gone>' is no token of the target.*<spare>"),

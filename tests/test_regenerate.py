@@ -224,6 +224,11 @@ def test_finished_rows_are_kept_when_a_run_is_interrupted(tmp_path):
     assert len(rows(tmp_path / "rows.jsonl")) == 9
 
 
+def test_prompts_of_one_id_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"share ids \(p0\)"):
+        regenerate(Server("http://localhost:1/v1", "m"), [*ask("a"), *ask("b")], tmp_path / "rows.jsonl")
+
+
 # Prompts, and the command
 
 

@@ -14,6 +14,7 @@ import difflib
 import json
 import logging
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,9 +158,41 @@ def parse_recipe(argv: Sequence[str]) -> tuple[Any, ...]:
         raise ValueError("`train_data` is empty: name at least one file or dataset to train on.")
     if adapter.peft is not None and draft.start_from == "target":
         raise ValueError(f"`peft` is {adapter.peft!r}, but a new draft has nothing to adapt yet: give `start_from`.")
+    if adapter.peft is not None and draft.head_scale != 1.0:
+        raise ValueError(
+            f"`head_scale` is {draft.head_scale}, but an adapter leaves the draft's weights alone: scale the draft "
+            "before."
+        )
+    sources = Counter(Path(source).stem for source in (*data.train_data, *data.eval_data))
+    if doubled := [name for name, count in sources.items() if count > 1]:
+        raise ValueError(
+            f"`train_data` and `eval_data` name {', '.join(map(repr, doubled))} twice: results and features go by "
+            "these names, so rename a file."
+        )
     if draft.new_head and draft.start_from == "target":
         raise ValueError("`new_head` is set, but a draft started from the target has a new head anyway: leave it out.")
     return parsed
+
+
+def checkpoint_to_resume(args: DominoTrainingArguments) -> str | None:
+    """
+    The checkpoint that `resume_from_checkpoint` means: a folder, or with `true` the last one in `output_dir`.
+
+    Raises:
+        ValueError: when there is none; beginning anew would overwrite what the caller wants to go on with.
+    """
+    asked = str(args.resume_from_checkpoint or "false")
+    if asked.lower() not in ("true", "false"):
+        return asked
+    if asked.lower() == "false":
+        return None
+    last = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+    if last is None:
+        raise ValueError(
+            f"`resume_from_checkpoint` is true, but {args.output_dir} (`output_dir`) holds no checkpoint: leave it out "
+            "to begin, or name the folder."
+        )
+    return last
 
 
 def load_target(arguments: TargetArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -260,9 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model=draft, target=target, args=args, train_dataset=train_dataset, eval_dataset=held_out or None
     )
     if args.do_train:
-        trainer.train(
-            resume_from_checkpoint=get_last_checkpoint(args.output_dir) if args.resume_from_checkpoint else None
-        )
+        trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
         if draft_args.head_scale != 1.0:
             with torch.no_grad():
                 draft.embed_proj[2].weight.mul_(draft_args.head_scale)

@@ -15,6 +15,7 @@ import hashlib
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -72,8 +73,13 @@ def regenerate(answerer: Answerer, prompts: Sequence[Prompt], path: str | Path) 
 
     Returns:
         How many prompts got no answer; each is named in a warning.
+
+    Raises:
+        ValueError: when two prompts have one id: the second would pass for done.
     """
     path = Path(path)
+    if doubled := [name for name, count in Counter(prompt.id for prompt in prompts).items() if count > 1]:
+        raise ValueError(f"Prompts share ids ({', '.join(doubled[:5])}): give each its own, or leave `id` out.")
     done = _finished_ids(path)
     missing = [prompt for prompt in prompts if prompt.id not in done]
     unanswered = {prompt.id for prompt in missing}

@@ -703,8 +703,10 @@ def accept_or_draw(
         The tokens `[g]`, and which of them are the proposals `[g]`.
     """
     p = scores.softmax(-1)
-    # A processor of the user's may have cut the target's vocabulary short.
-    q, p = draft_probabilities.to(p), F.pad(p, (0, draft_probabilities.shape[-1] - p.shape[-1]))
+    q = draft_probabilities.to(p)
+    if missing := q.shape[-1] - p.shape[-1]:
+        # A processor of the user's has cut the target's vocabulary short.
+        p = F.pad(p, (0, missing))
     index = proposal_ids[:, None]
     p_proposal, q_proposal = p.gather(-1, index)[:, 0], q.gather(-1, index)[:, 0]
     accepted = torch.rand_like(p_proposal) * q_proposal < p_proposal
@@ -735,7 +737,7 @@ class Verification:
             or, in lockstep, another row cut them; 0 for a row that had stopped before.
         stopped (`list[bool]`): which rows end here, or have ended before.
         rejected (`list[bool]`): in which rows the last new token stands in place of a proposal.
-        scores (`list[torch.Tensor]`): with `keep_scores`, the processed float32 scores of each offset `[n, V]`; only
+        scores (`list[torch.Tensor]`): with `keep_scores`, the processed scores of each offset `[n, V]`; only
             the entries of committed tokens mean anything.
     """
 
@@ -1532,9 +1534,9 @@ def check_supported(generation_config: GenerationConfig):
     schedules = ("constant", "heuristic", "heuristic_transient")
     if (schedule := config.num_assistant_tokens_schedule) not in (None, *schedules):
         refusals.append((True, f"num_assistant_tokens_schedule={schedule!r}", f"choose one of {', '.join(schedules)}"))
-    # Other sources of proposals. Later versions of transformers know more of them than earlier ones.
+    # Other sources of proposals.
     for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"):
-        if value := getattr(config, name, None):
+        if value := getattr(config, name):
             refusals.append((True, f"{name}={value}", "one source of proposals is enough: leave it unset"))
     for refused, what, remedy in refusals:
         if refused:
