@@ -168,16 +168,6 @@ def test_head_unrolled_step_by_step_makes_the_reference_s_proposals(case):
 # Backbone against itself
 
 
-@pytest.fixture(scope="module")
-def target():
-    return make_target("qwen3")
-
-
-@pytest.fixture(scope="module")
-def parts(target):
-    return TargetParts(target)
-
-
 def block_ids(rows=1, size=BLOCK, seed=5):
     ids = torch.full((rows, size), MASK_TOKEN)
     ids[:, 0] = random_tokens(rows, 1, seed)[:, 0]

@@ -173,6 +173,29 @@ class TestTrainer:
             for name in ("loss", "final_loss", "hidden_loss", "accept_len"):
                 assert packed[name] == pytest.approx(padded[name], rel=1e-4), name
 
+    def test_options_reach_the_objective(self, target, features, tmp_path):
+        names = ("loss", "final_loss")
+        firsts = {}
+        for name, options in {
+            "none": {},
+            "distilled": {"distillation_weight": 0.5},
+            "smoothed": {"label_smoothing_factor": 0.1},
+            "D-PACE": {"dpace_alpha": 0.5},
+        }.items():
+            trainer = make_trainer(target, features, tmp_path, loss_decay_gamma=None, logging_steps=1, **options)
+            trainer.train()
+            entry = next(entry for entry in trainer.state.log_history if "final_loss" in entry)
+            firsts[name] = [entry[name] for name in names]
+        plain = firsts.pop("none")
+        for name, first in firsts.items():
+            assert first[0] != pytest.approx(plain[0], rel=1e-6), name
+            # What is reported stays the cross-entropy with the label; D-PACE weighs that too.
+            assert (first[1] == pytest.approx(plain[1], rel=1e-6)) == (name != "D-PACE"), name
+
+    def test_dpace_takes_the_place_of_the_position_decay(self, tmp_path):
+        with pytest.raises(ValueError, match=r"`dpace_alpha` \(0.5\) .* `loss_decay_gamma: null`, not 7.0"):
+            DominoTrainingArguments(output_dir=str(tmp_path), use_cpu=True, dpace_alpha=0.5)
+
     def test_recomputed_layers_change_nothing(self, target, features, tmp_path):
         drafts = []
         for checkpointing in (False, True):
@@ -218,7 +241,8 @@ class TestTrainer:
         assert max(counts[i] for i in left_out) <= min(counts[i] for i in trainer.token_ids)
 
     @pytest.mark.parametrize(
-        ("name", "value"), [("num_anchors", 0), ("lambda_base_start", 1.5), ("loss_decay_gamma", 0.0)]
+        ("name", "value"),
+        [("num_anchors", 0), ("lambda_base_start", 1.5), ("loss_decay_gamma", 0.0), ("dpace_alpha", 2.0)],
     )
     def test_settings_out_of_range_are_named(self, name, value, tmp_path):
         with pytest.raises(ValueError, match=f"`{name}` is {value}"):

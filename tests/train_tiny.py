@@ -22,6 +22,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from domino_spec.training.arguments import DominoTrainingArguments
 from domino_spec.training.data import ChatRow
 from domino_spec.training.features import TokenDataset
+from domino_spec.training.recipe import leave
 from domino_spec.training.trainer import DominoTrainer
 
 LAYER_IDS = [0, 2, 3]
@@ -92,6 +93,7 @@ def main():
     if trainer.is_world_process_zero():
         history = [entry for entry in trainer.state.log_history if "final_loss" in entry]
         (output / "history.json").write_text(json.dumps(history))
+    leave(trainer)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,13 @@ class DominoTrainingArguments(TrainingArguments):
         default=0.0,
         metadata={"help": "Share of the loss taken with the target's distribution instead of its token; 0 is off."},
     )
+    dpace_alpha: float | None = field(
+        default=None,
+        metadata={
+            "help": "Weigh offsets by the draft's own confidence (D-PACE, 0.5 in its paper) instead of the position "
+            "decay; null is off."
+        },
+    )
     shortlist_size: int | None = field(
         default=None, metadata={"help": "Score only the ids supervised most often; null scores the whole vocabulary."}
     )
@@ -60,6 +67,8 @@ class DominoTrainingArguments(TrainingArguments):
             ("lambda_base_decay_ratio", 0, 1),
             ("hidden_loss_weight", 0, None),
             ("distillation_weight", 0, 1),
+            ("label_smoothing_factor", 0, 1),
+            ("dpace_alpha", 0, 1),
         ):
             value = getattr(self, name)
             if value is not None and (value < low or (high is not None and value > high)):
@@ -69,3 +78,8 @@ class DominoTrainingArguments(TrainingArguments):
                 raise ValueError(f"`{name}` is {value}: give a positive number, or null.")
         if self.loss_decay_gamma is not None and self.loss_decay_gamma <= 0:
             raise ValueError(f"`loss_decay_gamma` is {self.loss_decay_gamma}: give a positive scale, or null for none.")
+        if self.dpace_alpha is not None and self.loss_decay_gamma is not None:
+            raise ValueError(
+                f"`dpace_alpha` ({self.dpace_alpha}) takes the place of the position decay: give it with "
+                f"`loss_decay_gamma: null`, not {self.loss_decay_gamma}."
+            )

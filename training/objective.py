@@ -12,6 +12,7 @@ a head that trains from the start starves it. Source: arXiv 2605.29707, section 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -42,6 +43,26 @@ class BaseAnchoredCurriculum:
         if self.decay_ratio is None:
             return self.start
         return self.start * (1.0 - min(step / max(1, int(total_steps * self.decay_ratio)), 1.0))
+
+
+@dataclass(frozen=True)
+class ObjectiveOptions:
+    """
+    What may be changed in the paper's objective; the defaults change nothing.
+
+    Attributes:
+        distillation_weight (`float`): share of the loss that is the cross-entropy with the target's distribution over
+            the scored ids, instead of with the label.
+        label_smoothing (`float`): share of the label's mass that is spread evenly over the scored ids.
+        dpace_alpha (`float`, *optional*): multiply the weights by those of D-PACE (arXiv 2605.18810, equations 7 and
+            8), which fall as the draft's own confidence does: with `q` the probability of each label in the final
+            logits and `r = (1 - dpace_alpha) * q + dpace_alpha`, offset j weighs
+            `sum over m >= j of r_1 * ... * r_m`. For blocks built without position decay, which they replace.
+    """
+
+    distillation_weight: float = 0.0
+    label_smoothing: float = 0.0
+    dpace_alpha: float | None = None
 
 
 @dataclass
@@ -121,15 +142,15 @@ def domino_loss(
     lambda_base: float,
     token_ids: torch.LongTensor | None = None,
     chunk_size: int | None = None,
-    total_weight: torch.Tensor | None = None,
+    reduce: Callable[[torch.Tensor], torch.Tensor] = lambda total: total,
     target_hidden: torch.Tensor | None = None,
-    distillation_weight: float = 0.0,
+    options: ObjectiveOptions | None = None,
 ) -> ObjectiveOutput:
     """
     The objective of the module docstring, with the head teacher-forced.
 
-    Logits are vocabulary-wide, so they are made for `chunk_size` positions at a time and turned into gradients there
-    and then: memory grows with the chunk, not with the blocks, and no logits are computed twice.
+    Logits are vocabulary-wide, so they are made for `chunk_size` positions at a time, in whole blocks, and turned
+    into gradients there and then: memory grows with the chunk, not with the blocks, and no logits are computed twice.
 
     Args:
         draft, target: the draft, and the frozen parts it borrows.
@@ -138,18 +159,18 @@ def domino_loss(
         lambda_base (`float`): base weight of this step.
         token_ids (`torch.LongTensor` of shape `[K]`, *optional*): score only these ids, sorted. Labels outside have
             no weight. A cheaper objective over the tokens that a target really writes.
-        chunk_size (`int`, *optional*): positions whose logits exist at once; `None` for all of them.
-        total_weight (`torch.FloatTensor` of shape `[]`, *optional*): what to divide by; default: the weights here.
-            Processes that share a batch pass their mean, so that it is weighed as one.
+        chunk_size (`int`, *optional*): positions whose logits exist at once, but a block's at least; `None` for all.
+        reduce (`Callable`): makes of the sum of the weights here what to divide by. Processes that share a batch give
+            their mean, so that it is weighed as one.
         target_hidden (`torch.Tensor` of shape `[N, A, B, H]`, *optional*): the target's last hidden states, from which
-            it chose the labels, see [`label_states`]; needed with a `distillation_weight`.
-        distillation_weight (`float`): share of the loss that is the cross-entropy with the target's distribution over
-            the scored ids, instead of with the label. 0 is the paper's objective.
+            it chose the labels, see [`label_states`]; needed to distil.
+        options (`ObjectiveOptions`, *optional*): departures from the paper's objective.
 
     Returns:
         `ObjectiveOutput`; sums and counts for `accuracy`, `base_accuracy` (positions), `accept_len`,
         `base_accept_len` (blocks). A batch without any label gives a zero loss that still has gradients.
     """
+    options = options or ObjectiveOptions()
     weights, labels = blocks.weights, blocks.target_ids
     if token_ids is not None:
         weights, labels = in_shortlist(blocks, token_ids)
@@ -162,37 +183,41 @@ def domino_loss(
         inputs.append(_prefix_states(draft, target, blocks)[counted])
         corrected = corrected_offsets(draft, counted.device).expand_as(counted)[counted]
     teacher = None
-    if distillation_weight:
+    if options.distillation_weight:
         if target_hidden is None:
-            raise ValueError(f"`distillation_weight` is {distillation_weight}, but `target_hidden` is not given.")
+            raise ValueError(
+                f"`distillation_weight` is {options.distillation_weight}, but `target_hidden` is not given."
+            )
         teacher = target_hidden[counted]
     base_hit, final_hit = torch.zeros_like(labels, dtype=torch.bool), torch.zeros_like(labels, dtype=torch.bool)
-    base_sum, final_sum = weight.new_zeros(()), weight.new_zeros(())
+    base_sum, final_sum, weight_sum = (weight.new_zeros(()) for _ in range(3))
+    flat = counted.flatten(0, 1)
 
-    def loss_of(part: slice, hidden: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of the loss over some positions; notes what the metrics need."""
+    def loss_of(part: _Part, hidden: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of the loss over some blocks; notes what the metrics need."""
+        at = part.positions
         base_logits = target.logits(hidden, token_ids)
         soft = None
         if teacher is not None:
             with torch.no_grad():
-                soft = target.logits(teacher[part], token_ids).float().softmax(-1)
-        base_ce, base_soft, base_hit[part] = _cross_entropy(base_logits, labels[part], soft)
-        final_ce, final_soft, final_hit[part] = base_ce, base_soft, base_hit[part]
+                soft = target.logits(teacher[at], token_ids).float().softmax(-1)
+        base = _CrossEntropy(base_logits, labels[at], soft, options)
+        final = base
         if states:
-            correction = draft.correction(hidden, states[0], token_ids) * corrected[part, None]
-            final_ce, final_soft, final_hit[part] = _cross_entropy(base_logits + correction, labels[part], soft)
-        base, final = (base_ce * weight[part]).sum(), (final_ce * weight[part]).sum()
-        base_sum.add_(base.detach())
-        final_sum.add_(final.detach())
-        loss = (1 - lambda_base) * final + lambda_base * base
-        if soft is None:
-            return loss
-        mixed = (1 - lambda_base) * final_soft + lambda_base * base_soft
-        return (1 - distillation_weight) * loss + distillation_weight * (mixed * weight[part]).sum()
+            correction = draft.correction(hidden, states[0], token_ids) * corrected[at, None]
+            final = _CrossEntropy(base_logits + correction, labels[at], soft, options)
+        base_hit[at], final_hit[at] = base.hit, final.hit
+        scale = weight[at]
+        if options.dpace_alpha is not None:
+            scale = scale * dpace_weights((-final.hard.detach()).exp(), flat[part.blocks], options.dpace_alpha)
+        weight_sum.add_(scale.sum())
+        base_sum.add_((base.hard.detach() * scale).sum())
+        final_sum.add_((final.hard.detach() * scale).sum())
+        return (((1 - lambda_base) * final.trained + lambda_base * base.trained) * scale).sum()
 
     head = list(draft.embed_proj.parameters()) if draft.config.has_head else []
-    loss = _sum_in_chunks(loss_of, inputs, head, chunk_size)
-    total = (weight.sum() if total_weight is None else total_weight) + 1e-6
+    loss = _sum_in_chunks(loss_of, inputs, head, _cut(flat, chunk_size))
+    total = reduce(weight_sum) + 1e-6
     output = ObjectiveOutput(loss=loss / total, base_loss=base_sum / total, final_loss=final_sum / total)
     for prefix, hit in (("", final_hit), ("base_", base_hit)):
         hits = torch.zeros_like(counted)
@@ -203,25 +228,60 @@ def domino_loss(
     return output
 
 
+def dpace_weights(confidence: torch.Tensor, counted: torch.BoolTensor, alpha: float) -> torch.Tensor:
+    """
+    Weights of D-PACE, see [`ObjectiveOptions`]: how many tokens hang on a position, as far as the draft trusts itself.
+
+    Args:
+        confidence (`torch.FloatTensor` of shape `[M]`): probability of the label at each counted position, in order.
+        counted (`torch.BoolTensor` of shape `[A, B]`): which offsets of each block those positions are.
+        alpha (`float`): confidence is lifted by it: at 1, weights only count the offsets still to come.
+
+    Returns:
+        `torch.FloatTensor` of shape `[M]`.
+    """
+    lifted = torch.ones(counted.shape, dtype=confidence.dtype, device=confidence.device)
+    lifted[counted] = (1 - alpha) * confidence + alpha
+    reached = lifted.cumprod(-1) * counted
+    return reached.flip(-1).cumsum(-1).flip(-1)[counted]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some blocks `[A, B]`, and their counted positions among all counted ones `[M]`."""
+
+    blocks: slice
+    positions: slice
+
+
+def _cut(counted: torch.BoolTensor, chunk_size: int | None) -> list[_Part]:
+    """Cut blocks `[A, B]` into parts of at most `chunk_size` counted positions, but of a block at least."""
+    ends = [0, *counted.sum(-1).cumsum(0).tolist()]
+    cuts = [0]
+    for block in range(1, len(ends) - 1):
+        if chunk_size is not None and ends[block + 1] - ends[cuts[-1]] > chunk_size:
+            cuts.append(block)
+    cuts.append(len(ends) - 1)
+    return [_Part(slice(start, end), slice(ends[start], ends[end])) for start, end in pairwise(cuts)]
+
+
 def _sum_in_chunks(
     function: Callable[..., torch.Tensor],
     inputs: list[torch.Tensor],
     parameters: list[torch.Tensor],
-    chunk_size: int | None,
+    parts: list[_Part],
 ) -> torch.Tensor:
     """
-    `function(slice, *inputs[slice])` summed over all rows of `inputs`, `chunk_size` at a time.
+    The sum over `parts` of `function(part, *inputs[part.positions])`.
 
     Args:
         function: differentiable in its tensors and in `parameters`, and in nothing else.
         inputs: `[M, ...]` each.
     """
-    rows = len(inputs[0])
-    if chunk_size is None or rows <= chunk_size:
-        return function(slice(0, rows), *inputs)
-    parts = [slice(start, min(start + chunk_size, rows)) for start in range(0, rows, chunk_size)]
+    if len(parts) == 1:
+        return function(parts[0], *inputs)
     if not torch.is_grad_enabled():
-        return torch.stack([function(part, *(tensor[part] for tensor in inputs)) for part in parts]).sum()
+        return torch.stack([function(part, *(tensor[part.positions] for tensor in inputs)) for part in parts]).sum()
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return _ChunkedSum.apply(function, parts, len(inputs), *inputs, *trained)
 
@@ -237,13 +297,13 @@ class _ChunkedSum(torch.autograd.Function):
         total = 0.0
         for part in parts:
             with torch.enable_grad():
-                leaves = [tensor[part].detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
+                leaves = [tensor[part.positions].detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
                 value = function(part, *leaves)
                 wanted = [leaves[i] if i < num_inputs else parameters[i - num_inputs] for i in needed]
                 found = torch.autograd.grad(value, wanted, allow_unused=True)
             for i, gradient, new in zip(needed, gradients, found, strict=True):
                 if new is not None:
-                    (gradient[part] if i < num_inputs else gradient).add_(new)
+                    (gradient[part.positions] if i < num_inputs else gradient).add_(new)
             total = total + value.detach()
         ctx.needed, ctx.count = needed, len(tensors)
         ctx.save_for_backward(*gradients)
@@ -269,17 +329,30 @@ def acceptance_lengths(hits: torch.BoolTensor, shift_label: bool) -> torch.LongT
     return 1 + hits[..., first:].long().cumprod(-1).sum(-1)
 
 
-def _cross_entropy(
-    logits: torch.Tensor, labels: torch.LongTensor, soft: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.BoolTensor]:
-    """Cross-entropy in float32 with the label and with the distribution `soft` `[M, V]` (or twice with the label), and
-    whether the label has the best logit, in two passes over `[M, V]`: a separate argmax would cost as much as the
-    loss itself."""
-    logits = logits.float()
-    label_logits = logits.gather(-1, labels[:, None])[:, 0]
-    total = logits.logsumexp(-1)
-    hard = total - label_logits
-    return hard, hard if soft is None else total - (soft * logits).sum(-1), label_logits >= logits.detach().amax(-1)
+class _CrossEntropy:
+    """
+    Cross-entropy of `M` positions in float32, from as few passes over `[M, V]` as can be: a separate argmax would cost
+    as much as the loss itself.
+
+    Attributes:
+        hard (`torch.FloatTensor` of shape `[M]`): with the label.
+        trained (`torch.FloatTensor` of shape `[M]`): what the options make of it.
+        hit (`torch.BoolTensor` of shape `[M]`): whether the label has the best logit.
+    """
+
+    def __init__(
+        self, logits: torch.Tensor, labels: torch.LongTensor, soft: torch.Tensor | None, options: ObjectiveOptions
+    ):
+        logits = logits.float()
+        label_logits = logits.gather(-1, labels[:, None])[:, 0]
+        total = logits.logsumexp(-1)
+        self.hard = self.trained = total - label_logits
+        self.hit = label_logits >= logits.detach().amax(-1)
+        if smoothing := options.label_smoothing:
+            self.trained = (1 - smoothing) * self.hard + smoothing * (total - logits.mean(-1))
+        if soft is not None:
+            share = options.distillation_weight
+            self.trained = (1 - share) * self.trained + share * (total - (soft * logits).sum(-1))
 
 
 def label_states(

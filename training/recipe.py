@@ -276,6 +276,19 @@ def make_datasets(arguments: DataArguments, target, tokenizer, layer_ids: list[i
     return dataset(trained) if train else None, held_out
 
 
+def leave(trainer: DominoTrainer) -> None:
+    """
+    End the communication with the other processes, if there are any, and close the trackers.
+
+    gloo's threads still run when a script just returns, which may abort it. They may also still wait for Python's lock,
+    and whoever drops the last reference to their group waits for them: Python lets go of the lock to do so, but
+    DistributedDataParallel does not, so its wrapper has to go first.
+    """
+    trainer.model_wrapped = trainer.model
+    trainer.accelerator.free_memory()
+    trainer.accelerator.end_training()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Train and measure as the recipe says; see the module's docstring."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -303,6 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metrics = trainer.evaluate()
         trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics)
+    leave(trainer)
     return 0
 
 

@@ -4,6 +4,8 @@
 
 import hashlib
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.nn import functional as F
@@ -16,16 +18,19 @@ from .blocks import Blocks, build_blocks, pack_rows, sample_anchors
 from .features import FeatureDataset, TokenDataset, collate_features, target_features, target_fingerprint
 from .objective import (
     BaseAnchoredCurriculum,
+    ObjectiveOptions,
     ObjectiveOutput,
     domino_loss,
-    in_shortlist,
     label_states,
     teacher_forced_hidden,
 )
 
 
 def hidden_loss(
-    draft_hidden: torch.Tensor, target_hidden: torch.Tensor, blocks: Blocks, total_weight: torch.Tensor | None = None
+    draft_hidden: torch.Tensor,
+    target_hidden: torch.Tensor,
+    blocks: Blocks,
+    reduce: Callable[[torch.Tensor], torch.Tensor] = lambda total: total,
 ) -> torch.Tensor:
     """
     Weighted mean of `1 - cos(draft hidden, target's last hidden state)` where both predict the same token.
@@ -34,12 +39,12 @@ def hidden_loss(
         draft_hidden (`torch.Tensor` of shape `[N, A, B, H]`): backbone output.
         target_hidden (`torch.Tensor` of shape `[N, A, B, H]`): see [`label_states`].
         blocks: of the batch.
-        total_weight (`torch.FloatTensor` of shape `[]`, *optional*): what to divide by; default: the weights here.
+        reduce: makes of the sum of the weights here what to divide by, see [`domino_loss`].
     """
     counted = blocks.weights > 0
     distance = 1 - F.cosine_similarity(draft_hidden[counted].float(), target_hidden[counted].float(), dim=-1)
     weight = blocks.weights[counted]
-    return (distance * weight).sum() / ((weight.sum() if total_weight is None else total_weight) + 1e-6)
+    return (distance * weight).sum() / (reduce(weight.sum()) + 1e-6)
 
 
 def model_config(model) -> DominoConfig:
@@ -103,6 +108,7 @@ class DominoTrainer(Trainer):
         self.target, self.parts = target, TargetParts(target)
         # Our loss is already a mean, so accumulated micro-batches are averaged by the Trainer.
         self.model_accepts_loss_kwargs = False
+        self.options = ObjectiveOptions(args.distillation_weight, args.label_smoothing_factor, args.dpace_alpha)
         self.curriculum = BaseAnchoredCurriculum(args.lambda_base_start, args.lambda_base_decay_ratio)
         self.token_ids = None
         if args.shortlist_size is not None and train_dataset is not None:
@@ -136,9 +142,8 @@ class DominoTrainer(Trainer):
         self.num_skipped += int(not keep.any())
         blocks = build_blocks(ids, mask, anchors, keep, config, args.loss_decay_gamma, documents)
 
-        weights = blocks.weights if self.token_ids is None else in_shortlist(blocks, self.token_ids)[0]
         # Gradients are averaged over processes, so dividing by the mean weight weighs their batches as one.
-        total_weight = self.accelerator.reduce(weights.sum(), "mean")
+        mean_weight = partial(self.accelerator.reduce, reduction="mean")
         draft = self.accelerator.unwrap_model(model)
 
         states = None
@@ -154,13 +159,13 @@ class DominoTrainer(Trainer):
                 self.lambda_base,
                 self.token_ids,
                 args.loss_chunk_size,
-                total_weight,
+                mean_weight,
                 states,
-                args.distillation_weight,
+                self.options,
             )
             loss = output.loss
             if args.hidden_loss_weight:
-                pull = hidden_loss(hidden, states, blocks, total_weight)
+                pull = hidden_loss(hidden, states, blocks, mean_weight)
                 loss = loss + args.hidden_loss_weight * pull
                 output.sums["hidden_loss"], output.counts["hidden_loss"] = pull.detach(), torch.tensor(1)
             return loss, output
