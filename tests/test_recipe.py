@@ -213,8 +213,20 @@ def test_a_mask_token_may_be_named_by_id_and_defaults_to_the_tokenizers_own():
     assert find_mask_token(tokenizer, None) == tokenizer.mask_token_id
 
 
+def run_benchmark(name, *arguments) -> str:
+    """Run a script of `benchmarks/` in a process of its own, and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parents[1] / "benchmarks" / name), *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 def test_the_script_for_a_gpu_runs_end_to_end_at_tiny_size(folder, tmp_path):
-    script = Path(__file__).parents[1] / "benchmarks" / "train_default_gpu.py"
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"turns": [f"{i}?"]}) + "\n" for i in range(60)))
     sizes = {"text-seconds": 2, "text-batch": 32, "max-new-tokens": 12, "train-seconds": 2, "train-batch": 4}
     sizes |= {"timing-steps": 1, "num-anchors": 4, "eval-count": 1, "block-size": 4, "gru-hidden-dim": 12}
@@ -224,18 +236,27 @@ def test_the_script_for_a_gpu_runs_end_to_end_at_tiny_size(folder, tmp_path):
     arguments += ["--target-layer-ids", "0", "2", "--prompts", str(tmp_path / "prompts.jsonl")]
     arguments += ["--eval-prompts", str(tmp_path / "prompts.jsonl")]
     output = tmp_path / "out"
-    paths = os.pathsep.join(path for path in sys.path if path)
-    for command in (["--output", str(output), *arguments], ["--join", str(output)]):
-        done = subprocess.run(
-            [sys.executable, str(script), *command],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-            timeout=200,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+    run_benchmark("train_default_gpu.py", "--output", str(output), *arguments)
+    run_benchmark("train_default_gpu.py", "--join", str(output))
     report = json.loads((output / "report.json").read_text())
     assert report["text"]["supervised_tokens"] > 0 and report["training"]["steps"] >= 1
     assert report["tasks"]["prompts"]["head"] >= 1 and report["curve"]
     draft = DominoDraftModel.from_pretrained(output / "draft")
     assert draft.dtype == torch.bfloat16 and draft.config.block_size == 4
+
+
+def test_variants_of_the_objective_are_compared_and_not_trained_twice(folder, tmp_path):
+    recipe, results = write_recipe(folder, "objective.yaml"), tmp_path / "results.json"
+    arguments = [str(recipe), "--work", str(tmp_path), "--steps", "2", "--seeds", "0", "1", "--results", str(results)]
+    arguments += ["--variants", "base weight always 0", "D-PACE 0.5", "--learning_rate", "0.01"]
+    table = run_benchmark("objective.py", *arguments)
+    assert "D-PACE 0.5" in table
+    trained = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/trainer_state.json")}
+    assert len(trained) == 4 and all(json.loads(path.read_text())["max_steps"] == 2 for path in trained)
+    assert run_benchmark("objective.py", *arguments) == table
+    assert all(path.stat().st_mtime_ns == made for path, made in trained.items())
+    runs = json.loads(results.read_text())["runs"]
+    assert [(run["variant"], run["seed"]) for run in runs] == [
+        (name, seed) for seed in (0, 1) for name in ("base weight always 0", "D-PACE 0.5")
+    ]
+    assert all(run["head"] >= 1 and run["base"] >= 1 for run in runs)

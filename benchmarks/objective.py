@@ -1,13 +1,13 @@
 # Copyright 2026 The domino_spec authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Does the base-anchored curriculum pay? The same small training with three base weights, over three seeds.
+"""What does each part of the objective bring? The same small training, one thing changed, over seeds.
 
-    python benchmarks/curriculum.py examples/recipes/smollm2-135m.yaml --train_data chat.jsonl \
-        --features_dir runs/features --work runs/curriculum --results benchmarks/results/curriculum.json
+    python benchmarks/objective.py examples/recipes/smollm2-135m.yaml --train_data chat.jsonl \
+        --features_dir runs/features --work runs/objective --results benchmarks/results/objective.json
 
-Every run is `domino-spec train` with the recipe given, `--max_steps 300` and another seed or weight: falling from 1 to
-0, always 0, always 0.5. Reported are the acceptance lengths on the rows held out, with the head and without. Runs that
-`--work` holds already are not made again.
+Every run is `domino-spec train` with the recipe given, `--max_steps 300` and another seed and variant; what is not said
+here goes on to the recipe. Reported are the acceptance lengths on the rows held out, with the head and without. Runs
+that `--work` holds already are not made again.
 """
 
 import argparse
@@ -21,11 +21,17 @@ from domino_spec.evaluation.benchmark import provenance
 from domino_spec.evaluation.report import format_table
 from domino_spec.training import recipe
 
-WEIGHTS = {
-    "falls from 1 to 0": {"lambda_base_start": 1.0, "lambda_base_decay_ratio": 0.5},
-    "always 0": {"lambda_base_start": 0.0, "lambda_base_decay_ratio": None},
-    "always 0.5": {"lambda_base_start": 0.5, "lambda_base_decay_ratio": None},
+VARIANTS = {
+    "base weight falls from 1 to 0": {},
+    "base weight always 0": {"lambda_base_start": 0.0, "lambda_base_decay_ratio": None},
+    "base weight always 0.5": {"lambda_base_start": 0.5, "lambda_base_decay_ratio": None},
+    "half distilled": {"distillation_weight": 0.5},
+    "all distilled": {"distillation_weight": 1.0},
+    "label smoothing 0.1": {"label_smoothing_factor": 0.1},
+    "D-PACE 0.5": {"dpace_alpha": 0.5, "loss_decay_gamma": None},
+    "without the hidden loss": {"hidden_loss_weight": 0.0},
 }
+FIXED = {"lambda_base_start": 1.0, "lambda_base_decay_ratio": 0.5}
 
 
 def main():
@@ -35,28 +41,31 @@ def main():
     parser.add_argument("--results", type=Path)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     args, rest = parser.parse_known_args()
     measured = []
     for seed in args.seeds:
-        for name, weights in WEIGHTS.items():
+        for name in args.variants:
             folder = args.work / f"{name.replace(' ', '-')}-{seed}"
             results = folder / "eval_results.json"
             if not results.exists():
                 fixed = {"max_steps": args.steps, "seed": seed, "output_dir": str(folder), "save_strategy": "no"}
                 folder.mkdir(parents=True, exist_ok=True)
                 path = folder / "recipe.yaml"
-                path.write_text(yaml.safe_dump({**yaml.safe_load(args.recipe.read_text()), **fixed, **weights}))
+                path.write_text(
+                    yaml.safe_dump({**yaml.safe_load(args.recipe.read_text()), **FIXED, **fixed, **VARIANTS[name]})
+                )
                 recipe.main([str(path), *rest])
             found = json.loads(results.read_text())
             lengths = {key: value for key, value in found.items() if key.endswith("_accept_len")}
             base = [value for key, value in lengths.items() if key.endswith("_base_accept_len")]
             head = [value for key, value in lengths.items() if not key.endswith("_base_accept_len")]
             measured.append(
-                {"weight": name, "seed": seed, "head": statistics.fmean(head), "base": statistics.fmean(base)}
+                {"variant": name, "seed": seed, "head": statistics.fmean(head), "base": statistics.fmean(base)}
             )
     rows = []
-    for name in WEIGHTS:
-        runs = [run for run in measured if run["weight"] == name]
+    for name in args.variants:
+        runs = [run for run in measured if run["variant"] == name]
         heads = [run["head"] for run in runs]
         rows.append(
             [
@@ -66,10 +75,10 @@ def main():
                 f"{statistics.fmean(run['base'] for run in runs):.3f}",
             ]
         )
-    print(format_table(["base weight", "acceptance length", "over seeds", "head off"], rows))
+    print(format_table(["variant", "acceptance length", "over seeds", "head off"], rows))
     if args.results is not None:
         document = {
-            **provenance("benchmarks/curriculum.py"),
+            **provenance("benchmarks/objective.py"),
             "runs": measured,
         }
         args.results.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
