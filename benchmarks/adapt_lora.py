@@ -115,11 +115,11 @@ def main():
     parser.add_argument("--results", type=Path)
     parser.add_argument("--num-prompts", type=int, default=16, help="measured of each task")
     parser.add_argument("--num-train", type=int, default=400, help="answers trained on")
-    parser.add_argument("--num-replay", type=int, default=400, help="of these, trained on")
+    parser.add_argument("--num-replay", type=int, default=600, help="of these, trained on")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=8, help="of the measurement")
     parser.add_argument("--peft", default="all")
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=320)
     args, rest = parser.parse_known_args()
 
     args.work.mkdir(parents=True, exist_ok=True)
