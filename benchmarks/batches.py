@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from domino_spec.evaluation.benchmark import load_pair, provenance, read_prompts
+from domino_spec.evaluation.benchmark import encode_batch, load_pair, provenance, read_prompts
 from domino_spec.evaluation.report import format_table
 
 RUNS = {"plain": None, "whole blocks": {}, "heuristic": {"num_assistant_tokens_schedule": "heuristic"}}
@@ -36,21 +36,6 @@ def spoil(draft):
     poor = copy.deepcopy(draft)
     torch.nn.init.zeros_(poor.fc.weight)
     return poor
-
-
-def encode_batch(tokenizer, texts: list[str]) -> dict[str, torch.Tensor]:
-    """Chat prompts `[N, S]`, padded on the left, with their mask."""
-    tokenizer.padding_side = "left"
-    conversations = [[{"role": "user", "content": text}] for text in texts]
-    return dict(
-        tokenizer.apply_chat_template(
-            conversations,
-            add_generation_prompt=True,
-            padding=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
-    )
 
 
 class StepClock(LogitsProcessor):

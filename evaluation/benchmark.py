@@ -136,6 +136,20 @@ def encode(
     return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
 
 
+def encode_batch(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> dict[str, Tensor]:
+    """
+    `input_ids` and `attention_mask`, both long [N, S], padded on the left, of one user turn each in the tokenizer's
+    chat template. Leaves the tokenizer padding on the left.
+    """
+    tokenizer.padding_side = "left"
+    conversations = [[{"role": "user", "content": text}] for text in texts]
+    return dict(
+        tokenizer.apply_chat_template(
+            conversations, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
+        )
+    )
+
+
 # ---- Running -------------------------------------------------------------------------------------------------------
 
 
