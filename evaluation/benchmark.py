@@ -98,20 +98,21 @@ def load_pair(
     Raises:
         InputError: if one of them cannot be loaded, or does not fit on the device.
     """
-    with _naming("target", target):
+    with naming("target", target):
         if target == "default":
             model, tokenizer = load_default_target(dtype)
         else:
             model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
             tokenizer = AutoTokenizer.from_pretrained(target)
         model = model.to(device)
-    with _naming("draft", draft):
+    with naming("draft", draft):
         path = default_draft_path() if draft == "default" else draft
         return model, tokenizer, DominoDraftModel.from_pretrained(path, dtype=dtype).eval().to(device)
 
 
 @contextlib.contextmanager
-def _naming(role: str, name: str):
+def naming(role: str, name: str):
+    """Turns what goes wrong while a model is loaded into an [`InputError`] that names it."""
     try:
         yield
     except (ImportError, OSError, ValueError, RuntimeError) as error:  # the last: sizes that differ, no memory left
@@ -126,13 +127,29 @@ def encode(
     `input_ids` and `attention_mask`, both long [1, S], of one user turn in the tokenizer's chat template, if it has
     one. `template` are variables for the template, such as `enable_thinking`.
     """
+    if tokenizer.chat_template is not None:
+        return encode_conversation(tokenizer, [{"role": "user", "content": text}], device, **template)
+    encoded = tokenizer(text, return_tensors="pt")
+    return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+def encode_conversation(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, str]],
+    device: str | torch.device = "cpu",
+    **template: Any,
+) -> dict[str, Tensor]:
+    """
+    `input_ids` and `attention_mask`, both long [1, S], of a conversation up to where the assistant speaks next.
+
+    Raises:
+        InputError: if the tokenizer has no chat template.
+    """
     if tokenizer.chat_template is None:
-        encoded = tokenizer(text, return_tensors="pt")
-    else:
-        messages = [{"role": "user", "content": text}]
-        encoded = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt", **template
-        )
+        raise InputError("the target's tokenizer has no chat template, so there are no turns: give a single prompt")
+    encoded = tokenizer.apply_chat_template(
+        list(messages), add_generation_prompt=True, return_dict=True, return_tensors="pt", **template
+    )
     return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
 
 
@@ -335,11 +352,40 @@ def positive_int(text: str) -> int:
     return value
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `domino-spec bench`."""
+def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares which models a command runs, and how; see [`open_pair`]."""
     pair = "`default` (the embedded one), a folder or a Hub id"
     parser.add_argument("--target", default="default", help=f"{pair} (default: %(default)s)")
     parser.add_argument("--draft", default="default", help=f"{pair} (default: %(default)s)")
+    parser.add_argument("--no-thinking", action="store_true", help="pass enable_thinking=False to the chat template")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of both models (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: %(default)s)")
+    parser.add_argument("--threads", type=positive_int, help="CPU threads (default: torch's own choice)")
+
+
+def open_pair(
+    args: argparse.Namespace,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, DominoDraftModel, dict[str, Any]]:
+    """
+    What the options of [`add_pair_arguments`] ask for: target, tokenizer, draft, and variables for the chat template.
+
+    Raises:
+        InputError: if the device cannot be used or a model cannot be loaded.
+    """
+    try:
+        torch.empty(0, device=torch.device(args.device))
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InputError(f"--device {args.device} cannot be used here: {reason}") from error
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    template = {"enable_thinking": False} if args.no_thinking else {}
+    return *load_pair(args.target, args.draft, DTYPES[args.dtype], args.device), template
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `domino-spec bench`."""
+    add_pair_arguments(parser)
     parser.add_argument(
         "--prompts",
         nargs="+",
@@ -347,14 +393,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.jsonl",
         help='prompt files, one task each: rows {"id": ..., "turns": ["first user turn", ...]}',
     )
-    parser.add_argument("--no-thinking", action="store_true", help="pass enable_thinking=False to the chat template")
     parser.add_argument("--num-prompts", type=positive_int, help="prompts taken from each file (default: all)")
     parser.add_argument("--max-new-tokens", type=positive_int, default=128, help="per answer (default: %(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of both models (default: %(default)s)")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: %(default)s)")
     parser.add_argument("--repeats", type=positive_int, default=1, help="calls of each run (default: %(default)s)")
-    parser.add_argument("--threads", type=positive_int, help="CPU threads (default: torch's own choice)")
     parser.add_argument("--output", type=Path, metavar="RESULTS.json", help="where to write all numbers")
+    parser.add_argument("--json", action="store_true", help="print them, instead of the table")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -376,18 +419,10 @@ def run(args: argparse.Namespace) -> int:
             args.output.touch()
         except OSError as error:
             raise InputError(f"--output {args.output} cannot be written: {error.strerror}") from error
-    try:
-        device = torch.device(args.device)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise InputError(f"--device {args.device} cannot be used here: {reason}") from error
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    target, tokenizer, draft = load_pair(args.target, args.draft, DTYPES[args.dtype], args.device)
+    target, tokenizer, draft, template = open_pair(args)
+    device = target.device
 
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    template = {"enable_thinking": False} if args.no_thinking else {}
     warm_up(target, draft, encode(tokenizer, prompts[0].text, device, **template))
     results = []
     with tqdm(total=len(prompts) * args.repeats * 3, unit="call", file=sys.stderr) as bar:
@@ -403,23 +438,27 @@ def run(args: argparse.Namespace) -> int:
     tasks = {task: report.summarise(members) for task, members in report.by_task(results).items()}
     overall = report.summarise(results)
     machine, versions = describe_machine(), describe_versions()
-    print(f"target {args.target}, draft {args.draft}, greedy, {args.dtype}, {args.max_new_tokens} new tokens at most")
-    print(f"{machine['gpu'] or machine['cpu']}, {machine['threads']} threads; torch {versions['torch']}")
-    print(f"\n{report.format_summary(tasks, overall)}\n")
-    print("What the columns mean: domino-spec bench --help")
-    for line in report.describe_differences(results):
-        print(line)
+    document = {
+        "command": shlex.join(["domino-spec", *args.argv]),
+        "started": started,
+        "settings": {name: getattr(args, name) for name in _SETTINGS},
+        "machine": machine,
+        "versions": versions,
+        "tasks": tasks,
+        "overall": overall,
+        "prompts": [report.prompt_record(result) for result in results],
+    }
     if args.output is not None:
-        settings = {name: getattr(args, name) for name in _SETTINGS}
-        document = {
-            "command": shlex.join(["domino-spec", *args.argv]),
-            "started": started,
-            "settings": settings,
-            "machine": machine,
-            "versions": versions,
-            "tasks": tasks,
-            "overall": overall,
-            "prompts": [report.prompt_record(result) for result in results],
-        }
         args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if args.json:
+        print(json.dumps(document, indent=1))
+    else:
+        print(
+            f"target {args.target}, draft {args.draft}, greedy, {args.dtype}, {args.max_new_tokens} new tokens at most"
+        )
+        print(f"{machine['gpu'] or machine['cpu']}, {machine['threads']} threads; torch {versions['torch']}")
+        print(f"\n{report.format_summary(tasks, overall)}\n")
+        print("What the columns mean: domino-spec bench --help")
+        for line in report.describe_differences(results):
+            print(line)
     return int(any(run["unexplained"] for name, run in overall["runs"].items() if name != PLAIN))

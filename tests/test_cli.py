@@ -14,7 +14,7 @@ import torch
 
 import domino_spec
 from domino_spec import cli
-from domino_spec.evaluation import benchmark
+from domino_spec.evaluation import benchmark, demo, streaming
 from domino_spec.evaluation.report import DOMINO, PLAIN, Call, Difference, PromptResult
 
 MARKS = ("<", ">")
@@ -33,7 +33,7 @@ class ByteTokenizer:
 def stream(*rounds, two_dimensional=False):
     """What the streamer writes for rounds given as text or ids, after a prompt."""
     pieces = []
-    streamer = cli.AcceptanceStreamer(ByteTokenizer(), pieces.append, MARKS)
+    streamer = streaming.AcceptanceStreamer(ByteTokenizer(), pieces.append, MARKS)
     streamer.put(PROMPT_IDS)
     for ids in rounds:
         value = torch.tensor(list(ids.encode()) if isinstance(ids, str) else ids)
@@ -80,7 +80,7 @@ def test_an_open_mark_is_closed_before_the_end_of_the_line():
 
 def test_one_streamer_writes_several_answers():
     pieces = []
-    streamer = cli.AcceptanceStreamer(ByteTokenizer(), pieces.append, MARKS)
+    streamer = streaming.AcceptanceStreamer(ByteTokenizer(), pieces.append, MARKS)
     for _ in range(2):
         streamer.put(PROMPT_IDS)
         streamer.put(torch.tensor([97, 98]))
@@ -90,7 +90,7 @@ def test_one_streamer_writes_several_answers():
 
 def test_a_batch_is_refused():
     with pytest.raises(ValueError, match="batch of 2"):
-        cli.AcceptanceStreamer(ByteTokenizer(), print, MARKS).put(torch.zeros(2, 3, dtype=torch.long))
+        streaming.AcceptanceStreamer(ByteTokenizer(), print, MARKS).put(torch.zeros(2, 3, dtype=torch.long))
 
 
 class Stream(io.StringIO):
@@ -122,7 +122,7 @@ def test_marks_fit_the_output(monkeypatch, terminal, encoding, environment, no_c
     monkeypatch.setenv("TERM", "xterm")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert cli.choose_marks(Stream(terminal, encoding), no_color)[0] == opening
+    assert streaming.choose_marks(Stream(terminal, encoding), no_color)[0] == opening
 
 
 def test_the_demo_table_has_a_row_per_prompt_and_a_total():
@@ -133,9 +133,9 @@ def test_the_demo_table_has_a_row_per_prompt_and_a_total():
             {PLAIN: [Call((1, 2, 3, 4), 2.0)], DOMINO: [Call((1, 2, 3, 4), 1.0, (3,))]},
             [Difference(prompt.id, DOMINO, 0, 1, 2)] if prompt.id == "story" else [],
         )
-        for prompt in cli.DEMO_PROMPTS
+        for prompt in demo.DEMO_PROMPTS
     ]
-    rows = [line.split() for line in cli.format_demo_table(results).splitlines()]
+    rows = [line.split() for line in demo.format_demo_table(results).splitlines()]
     assert rows[2] == ["code", "2.0", "4.0", "2.00x", "3.00", "yes"]
     assert rows[5][0] == "story" and rows[5][-1] == "no"
     assert rows[-1] == ["all", "2.0", "4.0", "2.00x", "3.00", "no"]

@@ -16,11 +16,11 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from tqdm.auto import tqdm
@@ -32,6 +32,7 @@ from .data import DataReport, read_conversations
 logger = logging.get_logger(__name__)
 
 Messages = list[dict[str, str]]
+T = TypeVar("T")
 
 
 @dataclass
@@ -265,20 +266,40 @@ class Server:
             "temperature": conversation.prompt.temperature,
             **self.extra,
         }
-        for attempt in range(self.retries + 1):
-            try:
-                response = requests.post(self.url, json=body, headers=self.headers, timeout=self.timeout)
-                response.raise_for_status()
-                return response.json()["choices"][0]
-            except requests.RequestException as error:
-                status = None if error.response is None else error.response.status_code
-                # What the server will not take now, it will not take later either.
-                refused = status is not None and 400 <= status < 500 and status not in (408, 429)
-                if refused or attempt == self.retries:
-                    raise
-                # Spread out, so that all do not come back at once.
-                time.sleep(self.wait * 2**attempt * random.uniform(0.5, 1.5))
-        raise AssertionError("the last attempt returns or raises")
+        def post() -> dict[str, Any]:
+            response = requests.post(self.url, json=body, headers=self.headers, timeout=self.timeout)
+            response.raise_for_status()
+            return response.json()["choices"][0]
+
+        return retried(post, self.retries, self.wait)
+
+
+def retried(request: Callable[[], T], retries: int, wait: float, sleep: Callable[[float], Any] = time.sleep) -> T:
+    """
+    What `request()` returns, made again where it fails: after `wait` seconds, then each time after twice as long.
+
+    Args:
+        request: raises a `requests.RequestException` where it fails.
+        retries (`int`): tries after the first.
+        sleep: waits so many seconds.
+
+    Raises:
+        requests.RequestException: of the last try, or of the first that the server refused.
+    """
+    import requests
+
+    for attempt in range(retries + 1):
+        try:
+            return request()
+        except requests.RequestException as error:
+            status = None if error.response is None else error.response.status_code
+            # What the server will not take now, it will not take later either.
+            refused = status is not None and 400 <= status < 500 and status not in (408, 429)
+            if refused or attempt == retries:
+                raise
+        # Spread out, so that all do not come back at once.
+        sleep(wait * 2**attempt * random.uniform(0.5, 1.5))
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _ask(conversation: Answered):
@@ -398,12 +419,12 @@ def add_arguments(parser: argparse.ArgumentParser):
     parser.add_argument("--seed", type=int, default=0)
 
 
-def run(args: argparse.Namespace) -> tuple[int, int]:
+def run(args: argparse.Namespace) -> int:
     """
     Carry out `domino-spec regenerate`.
 
     Returns:
-        How many prompts there are, and how many of them got no answer.
+        0, or 1 if some prompts got no answer.
 
     Raises:
         ValueError: when there is nothing to ask, or the server cannot make prompts up.
@@ -445,4 +466,6 @@ def run(args: argparse.Namespace) -> tuple[int, int]:
             seed=args.seed,
             template_kwargs=args.chat_template_kwargs,
         )
-    return len(prompts), regenerate(answerer, prompts, args.output)
+    unanswered = regenerate(answerer, prompts, args.output)
+    print(f"{len(prompts) - unanswered} of {len(prompts)} conversations are in {args.output}")
+    return int(unanswered > 0)
