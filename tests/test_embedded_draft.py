@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The draft that comes with the package, with its real target: a whole saved folder that really drafts."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModel, pipeline
@@ -32,8 +34,8 @@ def test_weights_are_bf16_and_small(draft):
 
 def test_its_code_is_the_package_s(tmp_path):
     write_code(tmp_path)
-    for made in tmp_path.iterdir():
-        assert (default_draft_path() / made.name).read_bytes() == made.read_bytes(), (
+    for made in filter(Path.is_file, tmp_path.rglob("*")):
+        assert (default_draft_path() / made.relative_to(tmp_path)).read_bytes() == made.read_bytes(), (
             f"{made.name} beside the embedded weights is out of date; renew it with "
             '`python -c "from domino_spec.generation.remote_code import write_code; '
             'from domino_spec.checkpoints import default_draft_path; write_code(default_draft_path())"`'

@@ -6,6 +6,7 @@ import ast
 import filecmp
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +17,9 @@ from helpers import load_fixture, make_draft, make_target, random_tokens
 from transformers import AutoModel
 
 import domino_spec.generation as package
-from domino_spec.generation.remote_code import CODE_FILES, amalgamate, write_code
+from domino_spec.generation.remote_code import CODE_FILES, CUSTOM_GENERATE_FILE, amalgamate, write_code
 
-CODE = (*CODE_FILES, "generation.py")
+CODE = (*CODE_FILES, "generation.py", CUSTOM_GENERATE_FILE)
 GENERATION = Path(package.__file__).parent
 
 # Runs in a fresh process: the package cannot be imported there, and no cache of an earlier run can help.
@@ -42,10 +43,14 @@ def saved(tmp_path):
     return tmp_path / "saved"
 
 
-def run_alone(folder: Path, target: Path, prompt: torch.Tensor, home: Path):
+def files_of(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def run_alone(draft: Path | str, target: Path, prompt: torch.Tensor, home: Path, script: str = ALONE):
     environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
     done = subprocess.run(
-        [sys.executable, "-c", ALONE, str(folder), str(target), json.dumps(prompt.tolist())],
+        [sys.executable, "-c", script, str(draft), str(target), json.dumps(prompt.tolist())],
         env=environment,
         cwd=home,
         capture_output=True,
@@ -56,7 +61,7 @@ def run_alone(folder: Path, target: Path, prompt: torch.Tensor, home: Path):
 
 
 def test_saved_folder_holds_weights_config_and_code_and_nothing_else(saved):
-    assert {path.name for path in saved.iterdir()} == {"config.json", "model.safetensors", *CODE}
+    assert files_of(saved) == {"config.json", "model.safetensors", *CODE}
     for name in CODE_FILES:
         assert (saved / name).read_bytes() == (GENERATION.parent / name).read_bytes()
 
@@ -85,12 +90,46 @@ def test_without_the_package_a_saved_folder_generates_as_the_package_does(saved,
     assert max(lengths) > 1, "a case without any accepted proposal shows nothing"
 
 
+# By `custom_generate`, with the id twice: as the code to run and as the draft to load.
+BY_CUSTOM_GENERATE = """
+import json, sys
+sys.modules["domino_spec"] = None
+import torch
+from transformers import AutoModelForCausalLM
+target = AutoModelForCausalLM.from_pretrained(sys.argv[2], attn_implementation="eager")
+ids = torch.tensor(json.loads(sys.argv[3]))
+options = dict(max_new_tokens=24, do_sample=False, return_dict_in_generate=True)
+out = target.generate(ids, custom_generate=sys.argv[1], trust_remote_code=True, draft=sys.argv[1], **options)
+print(json.dumps([out.sequences.tolist(), out.acceptance_lengths[0].tolist()]))
+"""
+
+
+@pytest.mark.parametrize("script", [ALONE, BY_CUSTOM_GENERATE], ids=["assistant_model", "custom_generate"])
+def test_an_id_in_the_hubs_cache_generates_without_network(saved, tmp_path, script):
+    fixture, commit = load_fixture("shift1-prefix1"), "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "home" / "hub" / "models--me--my-draft"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    shutil.copytree(saved, repository / "snapshots" / commit)
+    prompt = fixture.expected["prompt_ids"]
+    sequences, lengths = run_alone("me/my-draft", fixture.target_path, prompt, tmp_path / "home", script)
+    plain = fixture.target().generate(prompt, max_new_tokens=24, do_sample=False)
+    assert sequences == plain.tolist()
+    assert max(lengths) > 1
+
+
+def test_custom_generate_wants_a_draft(saved):
+    target = load_fixture("shift1-prefix1").target()
+    with pytest.raises(ValueError, match="`draft` is not given"):
+        target.generate(torch.tensor([[1, 2]]), custom_generate=str(saved), trust_remote_code=True)
+
+
 def test_loading_remotely_and_saving_again_gives_the_same_folder(saved, tmp_path, monkeypatch):
     again, third = tmp_path / "again", tmp_path / "third"
     AutoModel.from_pretrained(saved, trust_remote_code=True).save_pretrained(again)
     AutoModel.from_pretrained(again, trust_remote_code=True).save_pretrained(third)
-    names = sorted(path.name for path in saved.iterdir())
-    assert sorted(path.name for path in third.iterdir()) == names
+    names = sorted(files_of(saved))
+    assert sorted(files_of(third)) == names
     for folder in (again, third):
         assert filecmp.cmpfiles(saved, folder, names, shallow=False) == (names, [], [])
 
@@ -121,9 +160,9 @@ def test_without_trust_no_code_of_the_folder_runs(saved):
 
 
 def test_saving_into_the_folder_that_was_loaded_keeps_it_whole(saved):
-    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+    before = {name: (saved / name).read_bytes() for name in files_of(saved)}
     AutoModel.from_pretrained(saved, trust_remote_code=True).save_pretrained(saved)
-    assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
+    assert {name: (saved / name).read_bytes() for name in files_of(saved)} == before
 
 
 def test_weights_of_a_saved_folder_may_be_half_precision(tmp_path):
