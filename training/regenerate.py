@@ -266,6 +266,7 @@ class Server:
             "temperature": conversation.prompt.temperature,
             **self.extra,
         }
+
         def post() -> dict[str, Any]:
             response = requests.post(self.url, json=body, headers=self.headers, timeout=self.timeout)
             response.raise_for_status()
