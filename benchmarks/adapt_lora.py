@@ -21,7 +21,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-import yaml
 from peft import PeftModel
 
 from domino_spec.evaluation.benchmark import encode_batch, load_pair, provenance, read_prompts
@@ -29,6 +28,8 @@ from domino_spec.evaluation.report import Prompt, format_table
 from domino_spec.training import recipe
 from domino_spec.training.regenerate import LocalTarget, regenerate
 from domino_spec.training.regenerate import Prompt as Question
+
+RECIPE = Path(__file__).parents[1] / "examples" / "recipes" / "adapter.yaml"
 
 TABLES = {
     "customers": ("name", "city", "age", "signup_date"),
@@ -130,33 +131,10 @@ def main():
     for folder in (adapter, features):
         shutil.rmtree(folder, ignore_errors=True)
     replay.write_text("\n".join(args.replay.read_text().splitlines()[: args.num_replay]))
-    settings = {
-        "train_data": [str(answers), str(replay)],
-        "features_dir": str(features),
-        "start_from": "default",
-        "peft": args.peft,
-        "output_dir": str(adapter),
-        "max_steps": args.steps,
-        "max_length": 512,
-        "per_device_train_batch_size": 4,
-        "num_anchors": 64,
-        "loss_decay_gamma": 4.0,
-        "lambda_base_start": 0.3,
-        "lambda_base_decay_ratio": None,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 20,
-        "shortlist_size": 8192,
-        "bf16": True,
-        "use_cpu": True,
-        "save_strategy": "no",
-        "report_to": "none",
-        "logging_steps": 50,
-    }
-    path = args.work / "recipe.yaml"
-    path.write_text(yaml.safe_dump(settings))
+    arguments = ["--train_data", str(answers), str(replay), "--features_dir", str(features)]
+    arguments += ["--output_dir", str(adapter), "--peft", args.peft, "--max_steps", str(args.steps)]
     start = time.perf_counter()
-    recipe.main([str(path), *rest])
+    recipe.main([str(RECIPE), *arguments, *rest])
     train_seconds = time.perf_counter() - start
 
     adapted = PeftModel.from_pretrained(draft, adapter).eval()
@@ -177,7 +155,7 @@ def main():
     print(f"elsewhere {rest_ratio:.3f}; training {train_seconds:.0f} s")
     if args.results is not None:
         document = {
-            **provenance("benchmarks/adapt_lora.py"),
+            **provenance("python benchmarks/adapt_lora.py"),
             "train_seconds": train_seconds,
             "elsewhere": rest_ratio,
             "tasks": rows,

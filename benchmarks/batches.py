@@ -159,7 +159,7 @@ def main():
     print(format_table(header, rows))
     if args.output is not None:
         document = {
-            **provenance("benchmarks/batches.py"),
+            **provenance("python benchmarks/batches.py"),
             "measured": measured,
         }
         args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

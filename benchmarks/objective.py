@@ -78,7 +78,7 @@ def main():
     print(format_table(["variant", "acceptance length", "over seeds", "head off"], rows))
     if args.results is not None:
         document = {
-            **provenance("benchmarks/objective.py"),
+            **provenance("python benchmarks/objective.py"),
             "runs": measured,
         }
         args.results.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

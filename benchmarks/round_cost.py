@@ -115,7 +115,7 @@ def main():
     print(format_table(["median of", "ms"], rows, ["round / sum", f"{whole / total:.3f}"]))
     if args.output is not None:
         document = {
-            **provenance("benchmarks/round_cost.py"),
+            **provenance("python benchmarks/round_cost.py"),
             "block_size": draft.config.block_size,
             "rounds": len(rounds),
             "milliseconds": {name: 1000 * seconds for name, seconds in medians.items()},

@@ -195,7 +195,7 @@ def main():
     set_seed(args.seed)
     target, tokenizer = load_target(TargetArguments(args.target))
     target = target.to(args.device)
-    report = provenance("benchmarks/train_default_gpu.py")
+    report = provenance("python benchmarks/train_default_gpu.py")
 
     text = args.output / "text.jsonl"
     report["text"] = write_text(target, tokenizer, args, text)

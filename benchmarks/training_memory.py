@@ -148,7 +148,7 @@ def main():
     )
     if args.output is not None:
         document = {
-            **provenance("benchmarks/training_memory.py"),
+            **provenance("python benchmarks/training_memory.py"),
             "paper_scale_gib": parts,
             "logits_without_chunks_gib": whole,
             "scaled_down": measured,

@@ -318,10 +318,16 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def provenance(script: str) -> dict[str, Any]:
-    """What a results file says about where its numbers come from: the command, the machine and the versions."""
+def provenance(program: str, argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """
+    What a results file says about where its numbers come from: the command, the machine and the versions.
+
+    Args:
+        program: as it is called: `python benchmarks/round_cost.py`, say.
+        argv: its arguments; default: those of the process.
+    """
     return {
-        "command": shlex.join(["python", script, *sys.argv[1:]]),
+        "command": f"{program} {shlex.join(sys.argv[1:] if argv is None else argv)}".rstrip(),
         "machine": describe_machine(),
         "versions": describe_versions(),
     }
@@ -437,13 +443,10 @@ def run(args: argparse.Namespace) -> int:
 
     tasks = {task: report.summarise(members) for task, members in report.by_task(results).items()}
     overall = report.summarise(results)
-    machine, versions = describe_machine(), describe_versions()
-    document = {
-        "command": shlex.join(["domino-spec", *args.argv]),
+    document: dict[str, Any] = {
+        **provenance("domino-spec", args.argv),
         "started": started,
         "settings": {name: getattr(args, name) for name in _SETTINGS},
-        "machine": machine,
-        "versions": versions,
         "tasks": tasks,
         "overall": overall,
         "prompts": [report.prompt_record(result) for result in results],
@@ -456,7 +459,9 @@ def run(args: argparse.Namespace) -> int:
         print(
             f"target {args.target}, draft {args.draft}, greedy, {args.dtype}, {args.max_new_tokens} new tokens at most"
         )
-        print(f"{machine['gpu'] or machine['cpu']}, {machine['threads']} threads; torch {versions['torch']}")
+        machine = document["machine"]
+        where = f"{machine['gpu'] or machine['cpu']}, {machine['threads']} threads"
+        print(f"{where}; torch {document['versions']['torch']}")
         print(f"\n{report.format_summary(tasks, overall)}\n")
         print("What the columns mean: domino-spec bench --help")
         for line in report.describe_differences(results):

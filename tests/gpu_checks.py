@@ -114,7 +114,7 @@ def main():
         rows.append([name, outcome, length, f"{time.perf_counter() - start:.1f}"])
     print(format_table(["check", "outcome", "acceptance length", "seconds"], rows))
     if args.output is not None:
-        document = {**provenance("tests/gpu_checks.py"), "checks": rows}
+        document = {**provenance("python tests/gpu_checks.py"), "checks": rows}
         args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     sys.exit(failed)
 

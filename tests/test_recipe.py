@@ -82,6 +82,29 @@ class TestTraining:
         results = json.loads((tmp_path / "eval_results.json").read_text())
         assert results["eval_chat_accept_len"] >= 1 and "eval_chat_base_accept_len" in results
         assert sorted(p.name for p in (tmp_path / "features" / "chat").iterdir()) == ["eval", "train"]
+        record = json.loads((tmp_path / "training.json").read_text())
+        # Nine rows, of which each fourth is held out; their answer is ten bytes and the token that ends a turn.
+        assert record["data"] == [{"source": "chat.jsonl", "rows": 6, "supervised_tokens": 6 * len("Fine, you?_")}]
+        assert record["command"].startswith("domino-spec train ") and record["steps"] == 2
+
+    def test_what_is_pushed_is_a_draft_with_its_card_and_its_record(self, folder, tmp_path, monkeypatch):
+        pushed = []
+
+        class Api:
+            def upload_folder(self, repo_id, folder_path, **kwargs):
+                pushed.append((repo_id, {path.name for path in Path(folder_path).iterdir()}))
+
+        monkeypatch.setattr("transformers.trainer.hf_api", Api)
+        monkeypatch.setattr(
+            "transformers.trainer.Trainer.init_hf_repo",
+            lambda self, token=None, private=None: setattr(self, "hub_model_id", "me/draft"),
+        )
+        assert train(folder, "--output_dir", str(tmp_path), push_to_hub=True) == 0
+        repository, names = pushed[-1]
+        assert repository == "me/draft"
+        assert {"README.md", "training.json", "model.safetensors", "modeling_domino.py", "generation.py"} <= names
+        card = (tmp_path / "README.md").read_text()
+        assert "2 steps from `target`" in card and "- speculative-decoding" in card
 
     def test_features_on_the_fly_give_the_same_draft(self, folder, tmp_path):
         for name, features in (("cached", str(tmp_path / "features")), ("online", None)):

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 
+# Lies beside trained weights and says how they came about; the model card reads it.
+RECORD = "training.json"
+
 
 @dataclass
 class DominoTrainingArguments(TrainingArguments):

@@ -34,9 +34,10 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..checkpoints import default_draft_path, load_default_target
+from ..evaluation.benchmark import provenance
 from ..modeling_domino import DominoDraftModel
 from .adapters import PARTS, lora_config
-from .arguments import DominoTrainingArguments
+from .arguments import RECORD, DominoTrainingArguments
 from .data import load_rows
 from .features import FeatureDataset, TokenDataset, cache_features, feature_bytes
 from .initialization import draft_config_for, initialize_from_target, renew_head, with_head
@@ -243,7 +244,7 @@ def make_draft(
 
 
 def make_datasets(arguments: DataArguments, target, tokenizer, layer_ids: list[int], train: bool):
-    """The training rows (or `None`), and the rows held out by name of their source."""
+    """The training rows (or `None`), the rows held out by name of their source, and what the training rows come to."""
     kwargs = json.loads(arguments.chat_template_kwargs) if arguments.chat_template_kwargs else None
     config = target.config.get_text_config(decoder=True)
 
@@ -259,6 +260,7 @@ def make_datasets(arguments: DataArguments, target, tokenizer, layer_ids: list[i
 
     trained: dict[str, list] = {}
     held_out: dict[str, Any] = {}
+    record: list[dict[str, Any]] = []
     for split, sources in (("train", arguments.train_data), ("eval", arguments.eval_data)):
         for source in sources:
             rows, report = load_rows(
@@ -273,7 +275,9 @@ def make_datasets(arguments: DataArguments, target, tokenizer, layer_ids: list[i
                 held_out[name] = dataset({f"{name}/eval": rows[:: arguments.eval_every]})
                 rows = [row for i, row in enumerate(rows) if i % arguments.eval_every]
             trained[f"{name}/train"] = rows
-    return dataset(trained) if train else None, held_out
+            supervised = sum(sum(row.loss_mask) for row in rows)
+            record.append({"source": Path(source).name, "rows": len(rows), "supervised_tokens": supervised})
+    return dataset(trained) if train else None, held_out, record
 
 
 def leave(trainer: DominoTrainer) -> None:
@@ -292,13 +296,14 @@ def leave(trainer: DominoTrainer) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Train and measure as the recipe says; see the module's docstring."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    target_args, data_args, draft_args, adapter_args, args = parse_recipe(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    target_args, data_args, draft_args, adapter_args, args = parse_recipe(argv)
     set_seed(args.seed)
     target, tokenizer = load_target(target_args)
     target = target.to(args.device)
     draft = make_draft(draft_args, target, tokenizer)
     layer_ids = draft.config.require_complete()
-    train_dataset, held_out = make_datasets(data_args, target, tokenizer, layer_ids, train=args.do_train)
+    train_dataset, held_out, data = make_datasets(data_args, target, tokenizer, layer_ids, train=args.do_train)
     if adapter_args.peft is not None:
         settings = {name: getattr(adapter_args, name) for name in ("lora_alpha", "lora_dropout")}
         draft = get_peft_model(draft, lora_config(draft.config, adapter_args.peft, adapter_args.lora_r, **settings))
@@ -310,8 +315,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         if draft_args.head_scale != 1.0:
             with torch.no_grad():
                 draft.embed_proj[2].weight.mul_(draft_args.head_scale)
-        trainer.save_model()
+        # What is pushed with the model is there before it.
         trainer.save_state()
+        if args.should_save:
+            record = {
+                **provenance("domino-spec train", argv),
+                "target": target_args.target,
+                "start_from": draft_args.start_from,
+                "adapter": adapter_args.peft,
+                "data": data,
+                "steps": trainer.state.global_step,
+                "epochs": trainer.state.epoch,
+            }
+            path = Path(args.output_dir) / RECORD
+            path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        trainer.save_model()
     if held_out:
         metrics = trainer.evaluate()
         trainer.log_metrics("eval", metrics)

@@ -6,6 +6,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch.nn import functional as F
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel, Trainer
 
 from ..configuration_domino import DominoConfig
 from ..generation.context import TargetParts
+from ..serving.hub import model_card
 from .arguments import DominoTrainingArguments
 from .blocks import Blocks, build_blocks, pack_rows, sample_anchors
 from .features import FeatureDataset, TokenDataset, collate_features, target_features, target_fingerprint
@@ -200,6 +202,14 @@ class DominoTrainer(Trainer):
         if names:
             pairs = self.accelerator.reduce(pairs, "sum")
         return {name: total / max(count, 1) for name, (total, count) in zip(names, pairs.tolist(), strict=True)}
+
+    def create_model_card(self, license: str | None = None, **kwargs):
+        """Write a draft's own card beside its weights, see [`serving.hub`]; an adapter gets the Trainer's."""
+        folder = Path(self.args.output_dir)
+        if not (folder / "config.json").is_file():
+            super().create_model_card(license=license, **kwargs)
+        elif self.is_world_process_zero():
+            model_card(folder, self.target.name_or_path, self.hub_model_id, license=license).save(folder / "README.md")
 
     def log(self, logs, *args, **kwargs):
         # Sums are divided here, last, over all that was seen since the previous report.

@@ -1,0 +1,310 @@
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How does a draft appear on the Hub? A folder that works alone, and a card that says only what is known.
+
+    domino-spec card runs/draft --base-model Qwen/Qwen3-8B --bench results.json --license apache-2.0
+    domino-spec card runs/draft --base-model Qwen/Qwen3-8B --push-to me/Qwen3-8B-Domino
+
+What the card knows comes from the folder (`config.json`, and `training.json` and `eval_results.json`, which
+`domino-spec train` leaves there) and from results of `domino-spec bench`. What is not known is left out or named as not
+known, never guessed. A pushed card names the revision of the weights and code it was written for in its snippets.
+"""
+
+import argparse
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, ModelCard, ModelCardData
+
+from ..configuration_domino import DominoConfig
+from ..evaluation.cost import cost_of
+from ..evaluation.report import format_number
+from ..training.arguments import RECORD
+from .sglang import check_serving, launch_command
+
+TAGS = ("speculative-decoding", "domino")
+
+CITATION = """\
+```bibtex
+@article{huang2026domino,
+  title  = {Domino: Decoupling Causal Modeling from Autoregressive Drafting in Speculative Decoding},
+  author = {Huang, Jianuo and Zhang, Yaojie and Zhang, Qituan and Lin, Hao and Xu, Hanlin and Zhang, Linfeng},
+  journal = {arXiv preprint arXiv:2605.29707},
+  year   = {2026}
+}
+```"""
+
+
+def model_card(
+    folder: str | Path,
+    base_model: str,
+    repo_id: str | None = None,
+    revision: str | None = None,
+    license: str | None = None,
+    bench: Mapping[str, Any] | None = None,
+) -> ModelCard:
+    """
+    The card of the draft in `folder`.
+
+    Args:
+        folder: with `config.json`, and perhaps what training left there.
+        base_model (`str`): Hub id of the target.
+        repo_id (`str`, *optional*): where the draft is, or will be, on the Hub; default: the folder's name stands in.
+        revision (`str`, *optional*): commit that the snippets load.
+        license (`str`, *optional*): as the Hub names it.
+        bench (`dict`, *optional*): results of `domino-spec bench --output`.
+
+    Raises:
+        FileNotFoundError: when there is no config.
+        ValueError: when the config is not complete, or `bench` holds no results.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} is no folder of a draft: it has no config.json.")
+    config = DominoConfig.from_pretrained(folder)
+    name = (repo_id or folder.resolve().name).split("/")[-1]
+    data = ModelCardData(
+        base_model=base_model,
+        library_name="transformers",
+        license=license,
+        pipeline_tag="text-generation",
+        tags=[*TAGS],
+    )
+    parts = [
+        f"# {name}",
+        f"A [Domino](https://arxiv.org/abs/2605.29707) draft for [{base_model}](https://huggingface.co/{base_model}): "
+        "it proposes a block of tokens that the target then verifies in one pass, so that `generate` gives the answer "
+        "that the target alone would have given, in fewer passes.",
+        "## How it works",
+        _anatomy(config),
+        "## When to use it, and when not",
+        f"With {base_model} and text like that it was trained on, on a GPU, for small batches: it saves passes of the "
+        "target, not arithmetic. Another target, even a fine-tuned one, accepts less; on a CPU, or for large batches, "
+        "a pass over a block costs more than a pass over one token, and little or nothing is gained. Output is the "
+        "target's own in every case.",
+        "## Quick start",
+        _usage(folder, base_model, repo_id or str(folder), revision),
+        "## What it measures",
+        _measured(bench),
+        "## How it was trained",
+        _training(folder),
+        "## Citation",
+        CITATION,
+    ]
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
+
+
+def _anatomy(config: DominoConfig) -> str:
+    cost = cost_of(config)
+    layers = ", ".join(map(str, config.target_layer_ids or ()))
+    text = (
+        f"{config.num_hidden_layers} transformer layers look at a whole block of {config.block_size} positions at once "
+        f"and attend to the target's hidden states (raw outputs of decoder layers {layers}). "
+    )
+    if config.has_head:
+        but = {0: "", 1: " but the first"}.get(
+            config.pure_draft_prefix_len or 0, f" but the first {config.pure_draft_prefix_len}"
+        )
+        text += (
+            f"A GRU of width {config.gru_hidden_dim} reads the tokens proposed so far, and a projection through "
+            f"{config.emb_dim} dimensions corrects the logits of every proposal{but}. "
+        )
+    else:
+        text += "It has no head: proposals are those of the backbone alone (a DFlash draft). "
+    return (
+        f"{text}Embedding and output head are the target's. {(cost.backbone + cost.head) / 1e6:.1f} million "
+        f"parameters, {cost.draft_bytes / 2**20:.0f} MiB in {str(config.dtype).removeprefix('torch.')}."
+    )
+
+
+def _usage(folder: Path, base_model: str, place: str, revision: str | None) -> str:
+    pinned = f', revision="{revision}"' if revision else ""
+    parts = [
+        f"""```python
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{base_model}")
+target = AutoModelForCausalLM.from_pretrained("{base_model}", dtype=torch.bfloat16, device_map="auto")
+draft = AutoModel.from_pretrained("{place}", trust_remote_code=True, dtype=torch.bfloat16{pinned})
+draft = draft.to(target.device)
+inputs = tokenizer.apply_chat_template(
+    [{{"role": "user", "content": "Why is the sky blue?"}}],
+    add_generation_prompt=True,
+    return_dict=True,
+    return_tensors="pt",
+).to(target.device)
+output = target.generate(**inputs, assistant_model=draft, max_new_tokens=256)
+print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+```""",
+        "Adapt it with PEFT, which leaves these weights alone:",
+        """```python
+from peft import get_peft_model
+from domino_spec.training.adapters import lora_config
+
+adapted = get_peft_model(draft, lora_config(draft.config, "head"))
+```""",
+    ]
+    obstacles = [finding for finding in check_serving(folder) if finding.severity == "error"]
+    if obstacles:
+        reasons = "; ".join(f"`{finding.field}` is {finding.value}: {finding.rule}" for finding in obstacles)
+        parts.append(f"SGLang does not serve it ({reasons}).")
+    else:
+        command = launch_command(folder, base_model)
+        command[command.index("--speculative-draft-model-path") + 1] = place
+        parts += ["Serve it with SGLang:", f"```bash\n{shlex.join(command)}\n```"]
+    return "\n\n".join(parts)
+
+
+def _measured(bench: Mapping[str, Any] | None) -> str:
+    if bench is None:
+        return (
+            "Not measured. `domino-spec bench --target TARGET --draft DRAFT --prompts FILES` gives acceptance lengths "
+            "and speeds on your own prompts."
+        )
+    try:
+        rows = [*bench["tasks"].items(), ("all", bench["overall"])]
+        settings, machine, versions = bench["settings"], bench["machine"], bench["versions"]
+        lines = [
+            "| task | prompts | acceptance length | head off | tok/s plain | tok/s Domino | ratio |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for task, found in rows:
+            plain, domino, base = (found["runs"][run] for run in ("plain", "domino", "base_only"))
+            cells = [
+                task,
+                str(found["prompts"]),
+                format_number(domino["acceptance_length"]["mean"]),
+                format_number(base["acceptance_length"]["mean"]),
+                format_number(plain["tokens_per_second"], 1),
+                format_number(domino["tokens_per_second"], 1),
+                format_number(domino["ratio"]),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+        same = f"{bench['overall']['runs']['domino']['identical']} of {bench['overall']['prompts']}"
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"`bench` is not a results file of `domino-spec bench --output`: it lacks {error}.") from error
+    where = machine["gpu"] or f"{machine['cores']} cores of {machine['cpu']}"
+    return "\n".join(lines) + (
+        "\n\nAcceptance length: tokens per pass of the target, the token of the prefill not counted. Greedy, "
+        f"{settings['dtype']}, at most {settings['max_new_tokens']} new tokens; {same} answers identical to plain "
+        f"generation. {where}, torch {versions['torch']}, transformers {versions['transformers']}; "
+        f"`{bench['command']}`."
+    )
+
+
+def _training(folder: Path) -> str:
+    path = folder / RECORD
+    if not path.is_file():
+        return "Not recorded."
+    record = json.loads(path.read_text(encoding="utf-8"))
+    data = ", ".join(f"{d['rows']:,} rows of `{d['source']}`" for d in record["data"])
+    tokens = sum(d["supervised_tokens"] for d in record["data"])
+    lines = [
+        f"{record['steps']:,} steps from `{record['start_from']}` on {data}: {tokens:,} supervised tokens, "
+        f"{record['epochs']:.1f} epochs. `{record['command']}`, with torch {record['versions']['torch']} and "
+        f"transformers {record['versions']['transformers']}.",
+    ]
+    results = folder / "eval_results.json"
+    if results.is_file():
+        found = json.loads(results.read_text(encoding="utf-8"))
+        end = "_base_accept_len"
+        sources = sorted(name.removesuffix(end) for name in found if name.endswith(end))
+        rows = [
+            f"| {source.removeprefix('eval_')} | {found[f'{source}_accept_len']:.2f} | {found[source + end]:.2f} |"
+            for source in sources
+        ]
+        if rows:
+            lines.append(
+                "On rows held out, teacher-forced:\n\n| source | acceptance length | head off |\n|---|---|---|\n"
+                + "\n".join(rows)
+            )
+    return "\n\n".join(lines)
+
+
+def publish(
+    folder: str | Path,
+    repo_id: str,
+    base_model: str,
+    private: bool | None = None,
+    token: str | None = None,
+    **card: Any,
+) -> str:
+    """
+    Upload a folder, then a card whose snippets load just that upload.
+
+    Args:
+        folder: as [`model_card`] reads it, with weights and code.
+        repo_id (`str`): made if it is not there.
+        private (`bool`, *optional*), token (`str`, *optional*): as `huggingface_hub` has them.
+        card: more of [`model_card`].
+
+    Returns:
+        The revision of the weights that the card names.
+
+    Raises:
+        ValueError: when the folder lacks weights or code, before anything is uploaded.
+    """
+    folder = Path(folder)
+    wanted = ("config.json", "modeling_domino.py", "configuration_domino.py", "generation.py")
+    missing = [name for name in wanted if not (folder / name).is_file()]
+    if not list(folder.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    if missing:
+        raise ValueError(
+            f"{folder} lacks {', '.join(missing)}: write it with `draft.save_pretrained` or `domino-spec export`."
+        )
+    # Made first, so that what is wrong with it is known before anything is uploaded.
+    model_card(folder, base_model, repo_id, **card)
+    api = HfApi(token=token)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    commit = api.upload_folder(
+        repo_id=repo_id, folder_path=folder, ignore_patterns=["checkpoint-*", "runs/**", "README.md", "*.bin", "*.pt"]
+    )
+    content = str(model_card(folder, base_model, repo_id, commit.oid, **card))
+    api.upload_file(repo_id=repo_id, path_or_fileobj=content.encode(), path_in_repo="README.md")
+    return commit.oid
+
+
+# ---- Command -------------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `domino-spec card`."""
+    parser.add_argument("folder", type=Path, help="of the draft; its README.md is written")
+    parser.add_argument("--base-model", required=True, help="Hub id of the target")
+    parser.add_argument("--license", help="as the Hub names it, such as apache-2.0")
+    parser.add_argument("--bench", type=Path, metavar="RESULTS.json", help="numbers of `domino-spec bench --output`")
+    parser.add_argument("--push-to", metavar="REPO", help="upload folder and card to this Hub id")
+    parser.add_argument("--private", action="store_true", default=None, help="make the repository private")
+
+
+def run(args: argparse.Namespace) -> int:
+    """
+    Writes the card, and uploads it with the folder if asked to.
+
+    Returns:
+        0.
+
+    Raises:
+        ValueError: if the folder or the results cannot be used.
+        OSError: if a file cannot be read or written, or the Hub not be reached.
+    """
+    bench = None
+    if args.bench is not None:
+        try:
+            bench = json.loads(args.bench.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"--bench {args.bench} is not JSON: {error}") from error
+    known = {"license": args.license, "bench": bench}
+    revision = None
+    if args.push_to is not None:
+        revision = publish(args.folder, args.push_to, args.base_model, private=args.private, **known)
+        print(f"https://huggingface.co/{args.push_to} at {revision}")
+    path = args.folder / "README.md"
+    path.write_text(str(model_card(args.folder, args.base_model, args.push_to, revision, **known)), encoding="utf-8")
+    print(f"wrote {path}")
+    return 0
