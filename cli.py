@@ -13,6 +13,8 @@ domino-spec export DRAFT FOLDER --format F    write a draft as another engine wa
 domino-spec import DRAFT FOLDER               read another engine's draft
 domino-spec check-serving FOLDER              will SGLang serve this folder?
 domino-spec load --server URL ...             measure a running server
+domino-spec card FOLDER --base-model ID       write the model card, and upload the folder
+domino-spec completion bash                   complete these in your shell
 
 `domino-spec COMMAND --help` has examples. Exit status: 0 done, 1 done and something is wrong with what was measured,
 2 not done, with one line on standard error that says why.
@@ -21,12 +23,14 @@ domino-spec load --server URL ...             measure a running server
 import argparse
 import os
 import sys
-from collections.abc import Sequence
-from types import ModuleType
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, NoReturn
+
+import shtab
 
 from .evaluation import answer, benchmark, cost, demo, report
 from .evaluation.benchmark import InputError
+from .serving import formats, hub, load, sglang
 from .training import regenerate
 
 
@@ -37,35 +41,82 @@ class _Parser(argparse.ArgumentParser):
         raise InputError(f"{message} (see `{self.prog} --help`)")
 
 
-# Each module has `add_arguments(parser)` and `run(args)`, which returns the exit status; its docstring is the help.
-_COMMANDS: dict[str, tuple[str, ModuleType]] = {
-    "demo": ("watch the embedded draft at work, then see what it gains", demo),
-    "generate": ("answer a prompt, or hold a conversation", answer),
-    "info": ("what a draft is, and what a round with it costs", cost),
-    "bench": ("measure acceptance, speed and equality of the output", benchmark),
-    "regenerate": ("have the target write text to train on", regenerate),
+class _Command(NamedTuple):
+    """What a command is for, its arguments, what it does with them (the result is the exit status), and its help."""
+
+    summary: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    description: str | None
+    epilog: str | None = None
+
+
+_COMMANDS = {
+    "demo": _Command(
+        "watch the embedded draft at work, then see what it gains", demo.add_arguments, demo.run, demo.__doc__
+    ),
+    "generate": _Command("answer a prompt, or hold a conversation", answer.add_arguments, answer.run, answer.__doc__),
+    "info": _Command("what a draft is, and what a round with it costs", cost.add_arguments, cost.run, cost.__doc__),
+    "bench": _Command(
+        "measure acceptance, speed and equality of the output",
+        benchmark.add_arguments,
+        benchmark.run,
+        benchmark.__doc__,
+        report.QUANTITIES,
+    ),
+    "regenerate": _Command(
+        "have the target write text to train on", regenerate.add_arguments, regenerate.run, regenerate.__doc__
+    ),
+    "export": _Command(
+        "write a draft as another engine wants it", formats.add_export_arguments, formats.run_export, formats.__doc__
+    ),
+    "import": _Command(
+        "read another project's draft", formats.add_import_arguments, formats.run_import, formats.__doc__
+    ),
+    "check-serving": _Command(
+        "will SGLang serve this draft, and how is it started?",
+        sglang.add_check_serving_arguments,
+        sglang.run_check_serving,
+        sglang.__doc__,
+    ),
+    "load": _Command(
+        "measure a running server, with the draft and without",
+        load.add_arguments,
+        load.run,
+        load.__doc__,
+        load.QUANTITIES,
+    ),
+    "card": _Command("write the model card of a folder, and upload both", hub.add_arguments, hub.run, hub.__doc__),
 }
-_EPILOGS = {"bench": report.QUANTITIES}
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `domino-spec`; the chosen command's function is stored as `run`."""
     parser = _Parser(prog="domino-spec", description="Domino speculative decoding: try, measure, train, serve.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, (summary, module) in _COMMANDS.items():
-        command = commands.add_parser(
+    for name, command in _COMMANDS.items():
+        subparser = commands.add_parser(
             name,
-            help=summary,
-            description=module.__doc__,
-            epilog=_EPILOGS.get(name),
+            help=command.summary,
+            description=command.description,
+            epilog=command.epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
     # Its arguments are those of a recipe, which transformers' parser reads, `--help` included.
     train = commands.add_parser("train", help="train a draft, or an adapter for one", add_help=False)
     train.set_defaults(run=run_train)
+    completion = commands.add_parser("completion", help="print a script that completes this command in your shell")
+    completion.add_argument("shell", choices=shtab.SUPPORTED_SHELLS)
+    completion.set_defaults(run=run_completion)
     return parser
+
+
+def run_completion(args: argparse.Namespace) -> int:
+    """Prints the completion script of a shell: `eval "$(domino-spec completion bash)"` in its start-up file."""
+    print(shtab.complete(build_parser(), args.shell))
+    return 0
 
 
 def run_train(args: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,51 @@ def test_an_interruption_leaves_no_traceback(monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "load_default_target", interrupt)
     assert cli.main(["demo"]) == 130
     assert capsys.readouterr().err == "\ndomino-spec: interrupted\n"
+
+
+COMMANDS = "demo generate info bench doctor regenerate train export import check-serving load card completion".split()
+
+
+def run_script(*arguments, **environment):
+    """The installed command, in a process of its own."""
+    script = Path(sys.executable).parent / "domino-spec"
+    return subprocess.run(
+        [script, *arguments], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_installed_command_lists_all_others_and_says_what_went_wrong():
+    done = run_script("--help")
+    assert done.returncode == 0
+    assert [line.split()[0] for line in done.stdout.splitlines() if line.startswith("    ") and line[4] != " "][1:] == (
+        COMMANDS
+    )
+    done = run_script("info", "./nowhere", HF_HUB_OFFLINE="1")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("domino-spec: error: cannot load the draft './nowhere'")
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("train", "completion")])
+def test_help_shows_how_a_command_is_called(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    assert ended.value.code == 0
+    assert f"    domino-spec {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_shell_learns_the_commands_and_their_options(shell, capsys):
+    assert cli.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(word in script for word in ("check-serving", "--max-new-tokens", "--candidate-pool"))
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=script, text=True, check=True)
+
+
+def test_where_an_error_comes_from_is_shown_on_request(monkeypatch):
+    monkeypatch.setenv("DOMINO_SPEC_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="cannot load the draft"):
+        cli.main(["info", "./nowhere"])
 
 
 @pytest.fixture
