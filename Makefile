@@ -2,6 +2,7 @@
 # make demo PROMPT="..."       the same for a prompt of your own
 # make test                    lint, types and tests
 # make lint                    lint and types alone
+# make docs                    the documentation as a site, in build/docs
 #
 # Everything runs in the virtual environment $(VENV), which is made on first use and kept until a pin below, setup.cfg
 # or pyproject.toml changes. Another Python or other versions, say:
@@ -25,7 +26,7 @@ export DOMINO_SPEC_PROMPT := $(value PROMPT)
 PROMPT_OPTION := --prompt="$$DOMINO_SPEC_PROMPT"
 endif
 
-.PHONY: demo test lint
+.PHONY: demo test lint docs
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed-demo
@@ -34,12 +35,17 @@ demo: $(VENV)/installed-demo
 test: lint
 	$(BIN)/python -m pytest
 
-# mypy finds the package by its name, and the repository may have been cloned under any other.
-lint: $(VENV)/installed-dev
+lint: $(VENV)/installed-dev $(VENV)/package/domino_spec
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	@mkdir -p $(VENV)/typing && ln -sfn "$(CURDIR)" $(VENV)/typing/domino_spec
-	MYPYPATH=$(VENV)/typing $(BIN)/mypy -p domino_spec
+	MYPYPATH=$(VENV)/package $(BIN)/mypy -p domino_spec
+
+docs: $(VENV)/installed-dev $(VENV)/package/domino_spec
+	DOMINO_SPEC_SOURCE=$(VENV)/package $(BIN)/mkdocs build
+
+# mypy and mkdocs find the package by its name, and the repository may have been cloned under any other.
+$(VENV)/package/domino_spec:
+	@mkdir -p $(@D) && ln -sfn "$(CURDIR)" $@
 
 $(VENV)/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "$(PYTHON) is too old: Python 3.10 or newer is needed (make PYTHON=...)")'
