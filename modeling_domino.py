@@ -12,11 +12,13 @@ The draft owns neither an embedding nor an output head: both are the target's (`
 Source: arXiv 2605.29707; the backbone is that of DFlash with Qwen3-style layers.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import GenerationConfig
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -414,6 +416,7 @@ class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
             ValueError: when the file lacks weights that the config announces (a head without its tensors, say), or a
                 tensor has another shape than the config gives it; the message names both shapes.
         """
+        hub = dict(kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
         take_any_shape = kwargs.pop("ignore_mismatched_sizes", False)
         kwargs.setdefault("key_mapping", _FOREIGN_KEYS)
@@ -427,6 +430,11 @@ class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
                 for key, found, wanted in sorted(info["mismatched_keys"])
             ]
             raise ValueError(f"{pretrained_model_name_or_path} does not fit its config: {'; '.join(shapes)}.")
+        with contextlib.suppress(OSError):  # most drafts have none
+            where = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
+            model.generation_config = GenerationConfig.from_pretrained(
+                pretrained_model_name_or_path, **{name: hub[name] for name in where if name in hub}
+            )
         if missing := sorted(info["missing_keys"]):
             head = [key for key in missing if key.startswith(("prefix_gru.", "embed_proj."))]
             advice = (

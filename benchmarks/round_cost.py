@@ -19,8 +19,8 @@ import torch
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
-from domino_spec.cli import DEMO_PROMPTS
 from domino_spec.evaluation.benchmark import encode, load_pair, provenance
+from domino_spec.evaluation.demo import DEMO_PROMPTS
 from domino_spec.evaluation.report import format_table
 from domino_spec.generation.compat import CACHE_NAME
 from domino_spec.generation.context import TargetParts

@@ -66,6 +66,8 @@ class DominoDecodingMixin:
     """What a draft offers at generation time; mixed into [`DominoDraftModel`]."""
 
     config: Any
+    # Defaults for whoever generates with this draft: how many proposals, and which schedule.
+    generation_config: GenerationConfig | None = None
 
     def assisted_decoding(
         self,
@@ -232,10 +234,13 @@ class DominoDecodingMixin:
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         """
-        Write a folder that works alone: weights, config in both layouts, and the code for `trust_remote_code=True`.
-        Takes what [`~transformers.PreTrainedModel.save_pretrained`] takes.
+        Write a folder that works alone: weights, config in both layouts, the code for `trust_remote_code=True`, and
+        the draft's `generation_config` if it has one. Takes what
+        [`~transformers.PreTrainedModel.save_pretrained`] takes.
         """
         # Keys are always the contract's, also when the draft was read from a file with other names.
         kwargs.setdefault("save_original_format", False)
         super().save_pretrained(save_directory, *args, **kwargs)
+        if self.generation_config is not None:
+            self.generation_config.save_pretrained(save_directory)
         write_code(save_directory)

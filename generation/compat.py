@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What differs between the supported versions of transformers (5.17 to 5.24), in one place."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -67,6 +68,26 @@ def asked_for(generation_config: GenerationConfig, name: str) -> Any:
     """The option `name`, or `None` where it stands at the default that `generate` fills in for whom names nothing."""
     value = getattr(generation_config, name)
     return None if value == GenerationConfig._get_default_generation_params().get(name) else value
+
+
+def with_defaults_of(draft: Any, generation_config: GenerationConfig) -> GenerationConfig:
+    """The call's options, with those of the draft's own `generation_config` about drafting that the call leaves out."""
+    own = draft.generation_config
+    names = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+    chosen = {
+        name: value
+        for name in names
+        if own is not None
+        and asked_for(generation_config, name) is None
+        and (value := asked_for(own, name)) is not None
+    }
+    if not chosen:
+        return generation_config
+    # The caller's object stays as it is.
+    generation_config = copy.copy(generation_config)
+    for name, value in chosen.items():
+        setattr(generation_config, name, value)
+    return generation_config
 
 
 def make_output(cache: Cache, **values: Any) -> DominoGenerateOutput:

@@ -24,6 +24,7 @@ from .compat import (
     layers_that_keep,
     make_output,
     recording_past,
+    with_defaults_of,
 )
 from .context import ContextCapture, TargetParts
 from .pace import Lockstep, OwnPace
@@ -442,7 +443,8 @@ def domino_decoding(
         target (`PreTrainedModel`): decides.
         input_ids (`torch.LongTensor` of shape `[N, S]`): the prompts, padded on the left.
         logits_processor, stopping_criteria, generation_config, streamer, model_kwargs: as prepared by `generate`.
-            `generation_config.num_assistant_tokens` bounds the proposals of a round (default `block_size - 1`).
+            `generation_config.num_assistant_tokens` bounds the proposals of a round (default: what the draft's own
+            `generation_config` says, else `block_size - 1`).
         use_head (`bool`): `False` proposes from the base logits alone (DFlash), for comparison.
         synced_gpus (`bool`): go on with passes of no effect until all processes have ended, as sharded targets need.
 
@@ -452,6 +454,7 @@ def domino_decoding(
     Raises:
         ValueError: before any compute, when an option, the cache or the pair of models is not supported.
     """
+    generation_config = with_defaults_of(draft, generation_config)
     check_supported(generation_config)
     parts = TargetParts(target)
     draft.check_target(target)

@@ -50,9 +50,8 @@ def test_generation_configs_are_as_before_the_call(door):
     prompt, plain = prompt_and_plain(target)
     draft = good_draft(target, plain, spoil())
     passed = GenerationConfig(max_new_tokens=NEW_TOKENS, num_assistant_tokens=3, repetition_penalty=1.2)
-    holders = [passed, target.config, draft.config, target.generation_config]
-    # A draft need not have one.
-    holders += [draft.generation_config] if getattr(draft, "generation_config", None) else []
+    draft.generation_config = GenerationConfig(assistant_confidence_threshold=0.1)
+    holders = [passed, target.config, draft.config, target.generation_config, draft.generation_config]
     before = [copy.deepcopy(holder.to_dict()) for holder in holders]
     call(door, target, draft)(prompt, max_new_tokens=NEW_TOKENS, num_assistant_tokens=2)
     call(door, target, draft)(prompt, generation_config=passed)

@@ -34,6 +34,7 @@ from helpers import (
 from test_generate_lossless import StopAfterToken, expected_acceptance
 from transformers import (
     DynamicCache,
+    GenerationConfig,
     StaticCache,
 )
 from transformers.generation import GenerateDecoderOnlyOutput
@@ -162,6 +163,21 @@ def test_num_assistant_tokens_bounds_the_proposals_of_this_call(door, shift_labe
     assert output.sequences.tolist() == plain.tolist()
     assert max(widths[1:]) == proposals + 1
     assert output.acceptance_lengths[0].tolist() == expected_acceptance(PROMPT, 40, proposals)
+
+
+@each_door
+def test_a_draft_may_bring_its_own_number_of_proposals_and_the_call_has_the_last_word(door):
+    target = cached_target()
+    prompt, plain = prompt_and_plain(target, new_tokens=40)
+    draft = good_draft(target, plain)
+    draft.generation_config = GenerationConfig(num_assistant_tokens=2)
+    for extra, proposals in (({}, 2), ({"num_assistant_tokens": 4}, 4)):
+        given = GenerationConfig(max_new_tokens=40, **extra)
+        with recorded_widths(target) as widths:
+            output = call(door, target, draft)(prompt, generation_config=given)
+        assert output.tolist() == plain.tolist()
+        assert max(widths[1:]) == proposals + 1
+        assert given.num_assistant_tokens == extra.get("num_assistant_tokens")
 
 
 @each_door

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import load_fixture, make_draft, make_target, random_tokens
-from transformers import AutoModel
+from transformers import AutoModel, GenerationConfig
 
 import domino_spec.generation as package
+from domino_spec import DominoDraftModel
 from domino_spec.generation.remote_code import CODE_FILES, CUSTOM_GENERATE_FILE, amalgamate, write_code
 
 CODE = (*CODE_FILES, "generation.py", CUSTOM_GENERATE_FILE)
@@ -102,6 +103,18 @@ options = dict(max_new_tokens=24, do_sample=False, return_dict_in_generate=True)
 out = target.generate(ids, custom_generate=sys.argv[1], trust_remote_code=True, draft=sys.argv[1], **options)
 print(json.dumps([out.sequences.tolist(), out.acceptance_lengths[0].tolist()]))
 """
+
+
+def test_a_drafts_generation_defaults_travel_with_it(saved, tmp_path):
+    draft = AutoModel.from_pretrained(saved, trust_remote_code=True)
+    assert draft.generation_config is None
+    draft.generation_config = GenerationConfig(num_assistant_tokens=2)
+    draft.save_pretrained(tmp_path / "again")
+    for loaded in (
+        AutoModel.from_pretrained(tmp_path / "again", trust_remote_code=True),
+        DominoDraftModel.from_pretrained(tmp_path / "again"),
+    ):
+        assert loaded.generation_config.num_assistant_tokens == 2
 
 
 @pytest.mark.parametrize("script", [ALONE, BY_CUSTOM_GENERATE], ids=["assistant_model", "custom_generate"])

@@ -5,6 +5,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What differs between the supported versions of transformers (5.17 to 5.24), in one place."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -70,6 +71,26 @@ def asked_for(generation_config: GenerationConfig, name: str) -> Any:
     """The option `name`, or `None` where it stands at the default that `generate` fills in for whom names nothing."""
     value = getattr(generation_config, name)
     return None if value == GenerationConfig._get_default_generation_params().get(name) else value
+
+
+def with_defaults_of(draft: Any, generation_config: GenerationConfig) -> GenerationConfig:
+    """The call's options, with those of the draft's own `generation_config` about drafting that the call leaves out."""
+    own = draft.generation_config
+    names = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+    chosen = {
+        name: value
+        for name in names
+        if own is not None
+        and asked_for(generation_config, name) is None
+        and (value := asked_for(own, name)) is not None
+    }
+    if not chosen:
+        return generation_config
+    # The caller's object stays as it is.
+    generation_config = copy.copy(generation_config)
+    for name, value in chosen.items():
+        setattr(generation_config, name, value)
+    return generation_config
 
 
 def make_output(cache: Cache, **values: Any) -> DominoGenerateOutput:
@@ -1904,7 +1925,8 @@ def domino_decoding(
         target (`PreTrainedModel`): decides.
         input_ids (`torch.LongTensor` of shape `[N, S]`): the prompts, padded on the left.
         logits_processor, stopping_criteria, generation_config, streamer, model_kwargs: as prepared by `generate`.
-            `generation_config.num_assistant_tokens` bounds the proposals of a round (default `block_size - 1`).
+            `generation_config.num_assistant_tokens` bounds the proposals of a round (default: what the draft's own
+            `generation_config` says, else `block_size - 1`).
         use_head (`bool`): `False` proposes from the base logits alone (DFlash), for comparison.
         synced_gpus (`bool`): go on with passes of no effect until all processes have ended, as sharded targets need.
 
@@ -1914,6 +1936,7 @@ def domino_decoding(
     Raises:
         ValueError: before any compute, when an option, the cache or the pair of models is not supported.
     """
+    generation_config = with_defaults_of(draft, generation_config)
     check_supported(generation_config)
     parts = TargetParts(target)
     draft.check_target(target)
@@ -2123,6 +2146,8 @@ class DominoDecodingMixin:
     """What a draft offers at generation time; mixed into [`DominoDraftModel`]."""
 
     config: Any
+    # Defaults for whoever generates with this draft: how many proposals, and which schedule.
+    generation_config: GenerationConfig | None = None
 
     def assisted_decoding(
         self,
@@ -2289,12 +2314,15 @@ class DominoDecodingMixin:
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         """
-        Write a folder that works alone: weights, config in both layouts, and the code for `trust_remote_code=True`.
-        Takes what [`~transformers.PreTrainedModel.save_pretrained`] takes.
+        Write a folder that works alone: weights, config in both layouts, the code for `trust_remote_code=True`, and
+        the draft's `generation_config` if it has one. Takes what
+        [`~transformers.PreTrainedModel.save_pretrained`] takes.
         """
         # Keys are always the contract's, also when the draft was read from a file with other names.
         kwargs.setdefault("save_original_format", False)
         super().save_pretrained(save_directory, *args, **kwargs)
+        if self.generation_config is not None:
+            self.generation_config.save_pretrained(save_directory)
         write_code(save_directory)
 
 
