@@ -1,0 +1,221 @@
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Where does our loop stand? Every way to decode the same prompts with the same weights, by turns in one process.
+
+    python benchmarks/peers.py --prompts gsm8k.jsonl humaneval.jsonl mbpp.jsonl mt-bench.jsonl --num-prompts 4 \
+        --output benchmarks/results/peers-cpu.json
+
+Compared are plain `generate`; transformers' prompt lookup; the paper's loop written down plainly (`paper_loop.py`);
+our loop with the head off (DFlash), with it (Domino), and with the schedule that leaves out what does not pay; and, on
+a copy of the draft that is told that its labels are not shifted, transformers' own DFlash loop and ours: that copy
+proposes nonsense, so only the time of a round counts there.
+
+Answers run to the limit, end tokens notwithstanding, so that every way writes the same text; that it does is checked. A
+pass is one call of the target. The last columns split a round of our loop by clocks on the modules, which cost a little
+themselves: they come from calls of their own.
+"""
+
+import argparse
+import contextlib
+import copy
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from paper_loop import paper_generate
+
+from domino_spec.evaluation.benchmark import encode, load_pair, provenance, read_prompts
+from domino_spec.evaluation.report import format_number, format_table
+
+PLAIN, LOOKUP, PAPER = "plain", "prompt lookup", "paper's loop"
+DFLASH, DOMINO, SCHEDULE = "head off", "domino", "domino, schedule"
+STOCK_UNSHIFTED, UNSHIFTED = "unshifted: transformers", "unshifted: ours"
+NONSENSE = (STOCK_UNSHIFTED, UNSHIFTED)
+
+Answer = tuple[torch.LongTensor, dict[str, float]]
+
+
+class Clocks:
+    """Seconds of each call of some modules while the clocks run, but for calls within a call of another of them."""
+
+    def __init__(self, **modules: torch.nn.Module):
+        self.modules = modules
+        self.calls: dict[str, list[float]] = {name: [] for name in modules}
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[dict[str, list[float]]]:
+        self.calls = {name: [] for name in self.modules}
+        stack: list[float] = []
+
+        def start(*_):
+            stack.append(now())
+
+        def stop(name):
+            def note(*_):
+                started = stack.pop()
+                if not stack:
+                    self.calls[name].append(now() - started)
+
+            return note
+
+        handles = []
+        for name, module in self.modules.items():
+            handles += [module.register_forward_pre_hook(start), module.register_forward_hook(stop(name))]
+        try:
+            yield self.calls
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def now() -> float:
+    """Seconds, with the GPU's work done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def ways(target, draft, max_new_tokens: int) -> dict[str, Callable[..., Answer]]:
+    """Every way by name: from inputs to ids `[N, S + new]` and the seconds that our loop counted by part."""
+    unshifted = copy.deepcopy(draft)
+    unshifted.config.shift_label = False
+
+    def generate(**options):
+        def run(**inputs) -> Answer:
+            output = target.generate(
+                **inputs, max_new_tokens=max_new_tokens, do_sample=False, return_dict_in_generate=True, **options
+            )
+            return output.sequences, getattr(output, "seconds", None) or {}
+
+        return run
+
+    head_off = {"custom_generate": draft.decode, "use_head": False}
+    return {
+        PLAIN: generate(),
+        LOOKUP: generate(prompt_lookup_num_tokens=10),
+        PAPER: lambda input_ids, attention_mask: (
+            paper_generate(target, draft, input_ids, max_new_tokens)[0],
+            {},
+        ),
+        DFLASH: generate(**head_off),
+        DOMINO: generate(assistant_model=draft),
+        SCHEDULE: generate(assistant_model=draft, num_assistant_tokens_schedule="heuristic"),
+        STOCK_UNSHIFTED: generate(assistant_model=unshifted, speculation_type="dflash"),
+        UNSHIFTED: generate(custom_generate=unshifted.decode, use_head=False),
+    }
+
+
+def measure(target, named: dict[str, Callable[..., Answer]], prompts: list[dict], repeats: int) -> dict[str, dict]:
+    """
+    Tokens per second of every call, and tokens and passes of the target after the prefill's, by way.
+
+    Raises:
+        SystemExit: where a way writes another text than plain generation.
+    """
+    clocks = Clocks(target=target)
+    found: dict[str, dict] = {name: {"rates": [], "tokens": 0, "passes": 0} for name in named}
+    for number, inputs in enumerate(prompts):
+        texts, (rows, length) = {}, inputs["input_ids"].shape
+        for repeat in range(repeats):
+            names = list(named)
+            turn = (number + repeat) % len(names)
+            for name in names[turn:] + names[:turn]:
+                start = now()
+                texts[name] = named[name](**inputs)[0]
+                found[name]["rates"].append((texts[name].numel() - rows * length) / (now() - start))
+        for name, run in named.items():
+            if not torch.equal(texts[name], texts[PLAIN]):
+                raise SystemExit(f"{name} wrote another text than plain generation for prompt {number}")
+            with clocks.running() as calls:
+                run(**inputs)
+            found[name]["tokens"] += texts[name].shape[1] - length - 1
+            found[name]["passes"] += len(calls["target"]) - 1
+    return found
+
+
+def split(target, draft, run: Callable[..., Answer], prompts: list[dict]) -> dict[str, float]:
+    """Milliseconds of a round of our loop by part; the parts are its whole time but for the prefill."""
+    clocks = Clocks(target=target, backbone=draft, head=target.get_output_embeddings())
+    totals: dict[str, float] = defaultdict(float)
+    rounds = 0
+    for inputs in prompts:
+        with clocks.running() as calls:
+            parts = run(**inputs)[1]
+        verify, backbone, output_head = sum(calls["target"][1:]), sum(calls["backbone"]), sum(calls["head"])
+        rounds += len(calls["target"]) - 1
+        for name, seconds in (
+            ("target", verify),
+            ("backbone", backbone),
+            ("output head", output_head),
+            ("rollout", parts["draft"] - backbone - output_head),
+            ("verification", parts["verify"] - verify),
+            ("host", parts["host"]),
+        ):
+            totals[name] += seconds
+    return {name: 1000 * seconds / rounds for name, seconds in totals.items()}
+
+
+def table(found: dict[str, dict]) -> str:
+    """A row for each way: medians, ratios to plain generation and to the paper's loop, tokens per pass."""
+    medians = {name: statistics.median(numbers["rates"]) for name, numbers in found.items()}
+    rows = []
+    for name, numbers in found.items():
+        rates = sorted(numbers["rates"])
+        length = numbers["tokens"] / numbers["passes"]
+        rows.append(
+            [
+                name,
+                format_number(medians[name], 1),
+                f"{rates[len(rates) // 4]:.1f}..{rates[3 * len(rates) // 4]:.1f}",
+                format_number(medians[name] / medians[PLAIN]),
+                format_number(medians[name] / medians[PAPER]) if PAPER in medians else "-",
+                "-" if name in NONSENSE else format_number(length),
+                format_number(1000 * length / medians[name], 1),
+            ]
+        )
+    return format_table(["", "tok/s", "middle half", "to plain", "to paper's", "tokens/pass", "ms/pass"], rows)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", nargs="+", required=True, metavar="FILE.jsonl")
+    parser.add_argument("--num-prompts", type=int, default=4, help="of each file")
+    parser.add_argument("--target", default="default")
+    parser.add_argument("--draft", default="default")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", help="only these (default: all)")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+
+    target, tokenizer, draft = load_pair(args.target, args.draft, getattr(torch, args.dtype), args.device)
+    target.generation_config.eos_token_id = None
+    named = ways(target, draft, args.max_new_tokens)
+    named = {name: run for name, run in named.items() if args.ways is None or name in {PLAIN, *args.ways}}
+    prompts = [
+        encode(tokenizer, prompt.text, args.device)
+        for path in args.prompts
+        for prompt in read_prompts(path, args.num_prompts)
+    ]
+    for run in named.values():
+        run(**prompts[0])
+    found = measure(target, named, prompts, args.repeats)
+    print(table(found))
+    parts = {name: split(target, draft, named[name], prompts) for name in (DFLASH, DOMINO) if name in named}
+    if parts:
+        names = list(next(iter(parts.values())))
+        rows = [[way, *(format_number(of_way[name], 2) for name in names)] for way, of_way in parts.items()]
+        print("\nms of a round\n" + format_table(["", *names], rows))
+    if args.output is not None:
+        document = {**provenance("python benchmarks/peers.py"), "ways": found, "round_milliseconds": parts}
+        args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
