@@ -28,7 +28,7 @@ from typing import NamedTuple, NoReturn
 
 import shtab
 
-from .evaluation import answer, benchmark, cost, demo, report
+from .evaluation import answer, benchmark, cost, demo, doctor, report
 from .evaluation.benchmark import InputError
 from .serving import formats, hub, load, sglang
 from .training import regenerate
@@ -64,6 +64,7 @@ _COMMANDS = {
         benchmark.__doc__,
         report.QUANTITIES,
     ),
+    "doctor": _Command("find out why the acceptance length is low", doctor.add_arguments, doctor.run, doctor.__doc__),
     "regenerate": _Command(
         "have the target write text to train on", regenerate.add_arguments, regenerate.run, regenerate.__doc__
     ),

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -115,7 +116,8 @@ def naming(role: str, name: str):
     """Turns what goes wrong while a model is loaded into an [`InputError`] that names it."""
     try:
         yield
-    except (ImportError, OSError, ValueError, RuntimeError) as error:  # the last: sizes that differ, no memory left
+    # RuntimeError: sizes that differ, no memory left.
+    except (ImportError, OSError, ValueError, RuntimeError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"cannot load the {role} {name!r}: {reason}") from error
 
