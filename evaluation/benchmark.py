@@ -391,9 +391,8 @@ def open_pair(
     return *load_pair(args.target, args.draft, DTYPES[args.dtype], args.device), template
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `domino-spec bench`."""
-    add_pair_arguments(parser)
+def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares what a measuring command reads, and where its numbers go; see [`open_prompts`]."""
     parser.add_argument(
         "--prompts",
         nargs="+",
@@ -402,10 +401,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='prompt files, one task each: rows {"id": ..., "turns": ["first user turn", ...]}',
     )
     parser.add_argument("--num-prompts", type=positive_int, help="prompts taken from each file (default: all)")
-    parser.add_argument("--max-new-tokens", type=positive_int, default=128, help="per answer (default: %(default)s)")
-    parser.add_argument("--repeats", type=positive_int, default=1, help="calls of each run (default: %(default)s)")
     parser.add_argument("--output", type=Path, metavar="RESULTS.json", help="where to write all numbers")
     parser.add_argument("--json", action="store_true", help="print them, instead of the table")
+
+
+def open_prompts(args: argparse.Namespace) -> list[Prompt]:
+    """
+    The prompts that the options of [`add_prompt_arguments`] ask for.
+
+    Raises:
+        InputError: if a file cannot be read, or `--output` not be written: before hours of measuring, not after.
+    """
+    prompts = [prompt for path in args.prompts for prompt in read_prompts(path, args.num_prompts)]
+    if args.output is not None:
+        try:
+            args.output.touch()
+        except OSError as error:
+            raise InputError(f"--output {args.output} cannot be written: {error.strerror}") from error
+    return prompts
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `domino-spec bench`."""
+    add_pair_arguments(parser)
+    add_prompt_arguments(parser)
+    parser.add_argument("--max-new-tokens", type=positive_int, default=128, help="per answer (default: %(default)s)")
+    parser.add_argument("--repeats", type=positive_int, default=1, help="calls of each run (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -421,12 +442,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         InputError: if something asked for cannot be had, before anything is generated.
     """
-    prompts = [prompt for path in args.prompts for prompt in read_prompts(path, args.num_prompts)]
-    if args.output is not None:
-        try:
-            args.output.touch()
-        except OSError as error:
-            raise InputError(f"--output {args.output} cannot be written: {error.strerror}") from error
+    prompts = open_prompts(args)
     target, tokenizer, draft, template = open_pair(args)
     device = target.device
 

@@ -28,12 +28,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
 
-from ..evaluation.benchmark import InputError, positive_int, provenance, read_prompts
+from ..evaluation.benchmark import InputError, add_prompt_arguments, open_prompts, positive_int, provenance
 from ..evaluation.report import Prompt, format_number, format_table
 from .client import Answer, Client, Rounds, Stopped, rounds_between
 
@@ -262,14 +261,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help=name)
     parser.add_argument("--baseline", metavar="URL", help=f"{base}; without the draft")
     parser.add_argument("--baseline-model", metavar="MODEL", help=name)
-    parser.add_argument(
-        "--prompts",
-        nargs="+",
-        required=True,
-        metavar="FILE.jsonl",
-        help='prompt files: rows {"id": ..., "turns": ["first user turn", ...]}',
-    )
-    parser.add_argument("--num-prompts", type=positive_int, help="prompts taken from each file (default: all)")
+    add_prompt_arguments(parser)
     parser.add_argument(
         "--concurrency",
         type=positive_int,
@@ -286,8 +278,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, default=600.0, help="seconds without a byte that fail a try (default: %(default)s)"
     )
-    parser.add_argument("--output", type=Path, metavar="RESULTS.json", help="where to write all numbers")
-    parser.add_argument("--json", action="store_true", help="print them, instead of the table")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -309,12 +299,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError('this command needs the package requests: pip install "domino-spec[train]"')
     if args.retries < 0:
         raise InputError(f"--retries {args.retries}: it cannot be less than 0")
-    prompts = [prompt for path in args.prompts for prompt in read_prompts(path, args.num_prompts)]
-    if args.output is not None:
-        try:
-            args.output.touch()
-        except OSError as error:
-            raise InputError(f"--output {args.output} cannot be written: {error.strerror}") from error
+    prompts = open_prompts(args)
     options: dict[str, Any] = {"max_tokens": args.max_new_tokens, "temperature": args.temperature}
     if args.no_thinking:
         options["chat_template_kwargs"] = {"enable_thinking": False}
