@@ -366,9 +366,27 @@ def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", default="default", help=f"{pair} (default: %(default)s)")
     parser.add_argument("--draft", default="default", help=f"{pair} (default: %(default)s)")
     parser.add_argument("--no-thinking", action="store_true", help="pass enable_thinking=False to the chat template")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of both models (default: %(default)s)")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: %(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of both models (default: bfloat16 on a GPU, float32 on a CPU)")
+    add_device_argument(parser)
     parser.add_argument("--threads", type=positive_int, help="CPU threads (default: torch's own choice)")
+
+
+def add_device_argument(parser: argparse.ArgumentParser) -> None:
+    """Declares where a command computes: on the GPU if there is one."""
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default, help="cpu, cuda, cuda:1, ... (default here: %(default)s)")
+
+
+def check_device(device: str) -> None:
+    """
+    Raises:
+        InputError: if `device` cannot be used.
+    """
+    try:
+        torch.empty(0, device=torch.device(device))
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InputError(f"--device {device} cannot be used here: {reason}") from error
 
 
 def open_pair(
@@ -380,11 +398,8 @@ def open_pair(
     Raises:
         InputError: if the device cannot be used or a model cannot be loaded.
     """
-    try:
-        torch.empty(0, device=torch.device(args.device))
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise InputError(f"--device {args.device} cannot be used here: {reason}") from error
+    check_device(args.device)
+    args.dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
     if args.threads:
         torch.set_num_threads(args.threads)
     template = {"enable_thinking": False} if args.no_thinking else {}

@@ -50,7 +50,7 @@ from ..serving.folders import DTYPES as STORED_DTYPES
 from ..serving.folders import TensorHeader, find_folder, read_headers
 from ..training.arguments import RECORD
 from ..training.features import target_fingerprint
-from .benchmark import DTYPES, InputError, encode, naming, positive_int, read_prompts
+from .benchmark import DTYPES, InputError, add_device_argument, check_device, encode, naming, positive_int, read_prompts
 from .predictions import (
     OF_MANY,
     Gain,
@@ -618,7 +618,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--expected", type=float, metavar="LENGTH", help="acceptance length to be expected")
     parser.add_argument("--features", nargs="+", default=[], metavar="FOLDER", help="cached features to check")
     parser.add_argument("--dtype", choices=DTYPES, help="of both models (default: what their configs say)")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: %(default)s)")
+    add_device_argument(parser)
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
 
 
@@ -636,11 +636,7 @@ def run(args: argparse.Namespace) -> int:
     if args.prompts:
         prompts = [prompt.text for path in args.prompts for prompt in read_prompts(path, args.num_prompts)]
     dtype = None if args.dtype is None else DTYPES[args.dtype]
-    try:
-        torch.empty(0, device=args.device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise InputError(f"--device {args.device} cannot be used here: {reason}") from error
+    check_device(args.device)
     with naming("target", args.target):
         if args.target == "default":
             target, tokenizer = load_default_target(dtype or torch.float32)

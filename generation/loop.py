@@ -388,7 +388,8 @@ class _Decoding:
         if self.num_rows == 1:
             new = self.sequences.prefix()[:, self.prompt_length + self.num_streamed :]
             self.num_streamed += new.shape[1]
-            self.streamer.put(new.cpu())
+            # Flat, as plain decoding puts it: servers count what is put, and a row of a matrix counts as one.
+            self.streamer.put(new[0].cpu())
             return
         decided = self._padded()[:, self.prompt_length :].cpu()
         ready = decided.shape[1] if self.done else min(self.sequences.lengths) - self.prompt_length

@@ -197,7 +197,7 @@ def _objections(format: str, draft: DominoDraftModel, target: Any) -> Iterator[s
             "shift_label",
             True,
             "without a head, offset k is read as the token at anchor + k, so that every proposal would be one off",
-            "Run it with transformers, or train with `shift_label` false",
+            "Run it with transformers, or train with `shift_label: false`",
         )
     if config.sliding_window_rule != "causal" and "sliding_attention" in config.layer_types:
         # `_resolve_layer_attention` in vLLM's qwen3_dflash.py; `_attention_mask` in z-lab/dflash, dflash/model.py.

@@ -23,6 +23,7 @@ from typing import Any, Literal
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PretrainedConfig
 
+from ..checkpoints import default_target_path
 from ..configuration_domino import DominoConfig
 from .folders import TensorHeader, expected_shapes, find_folder, read_config, read_headers, read_target_config
 
@@ -162,7 +163,7 @@ def _judge_config(raw: Mapping[str, Any], config: DominoConfig) -> Iterator[Find
                 True,
                 "SGLang reads offset k of a draft without a head as the token at anchor + k, so that every proposal "
                 "would be one off and next to nothing accepted",
-                "Serve it with transformers, or train with `shift_label` false",
+                "Serve it with transformers, or train with `shift_label: false`",
             )
         return
     if not isinstance(written.get("shift_label"), bool):
@@ -353,7 +354,7 @@ def run_check_serving(args: argparse.Namespace) -> int:
         limits = [finding.value for finding in findings if finding.field == "max_position_embeddings"]
         command = launch_command(
             args.folder,
-            args.target or "TARGET",
+            str(default_target_path()) if args.target == "default" else args.target or "TARGET",
             args.block_size,
             args.candidate_pool,
             args.attention_backend,

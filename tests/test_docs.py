@@ -30,7 +30,7 @@ SMALLER = {
     "index.md": {"--max-new-tokens 48": "--max-new-tokens 6", "--max-new-tokens 32": "--max-new-tokens 6"},
     "train.md": {
         "--temperatures 0 0.7": "--temperatures 0 0.7 --max-new-tokens 24",
-        "--max_steps 6500": "--max_steps 2 --num_anchors 4 --save_strategy no",
+        "--max_steps 20": "--max_steps 2 --num_anchors 4 --save_strategy no",
         "--max-new-tokens 64": "--max-new-tokens 6",
     },
     "adapt.md": {

@@ -106,6 +106,13 @@ class TestTraining:
         card = (tmp_path / "README.md").read_text()
         assert "2 steps from `target`" in card and "- speculative-decoding" in card
 
+    def test_labels_may_be_unshifted_and_the_draft_attend_otherwise(self, folder, tmp_path):
+        assert train(folder, "--output_dir", str(tmp_path), shift_label=False, draft_attention="eager") == 0
+        draft = DominoDraftModel.from_pretrained(tmp_path)
+        assert draft.config.shift_label is False
+        # How it was trained is not how it must be run.
+        assert draft.config._attn_implementation == "sdpa"
+
     def test_features_on_the_fly_give_the_same_draft(self, folder, tmp_path):
         for name, features in (("cached", str(tmp_path / "features")), ("online", None)):
             assert train(folder, "--output_dir", str(tmp_path / name), features_dir=features) == 0

@@ -75,18 +75,9 @@ from transformers import GenerationMixin
 draft = DominoDraftModel.from_pretrained({draft!r})
 
 
-class Flat:
-    # transformers' server counts what is put as one token, unless it is a list of them.
-    def __init__(self, streamer):
-        self.streamer, self.end = streamer, streamer.end
-
-    def put(self, value):
-        self.streamer.put(value.flatten())
-
-
 def generate(model, streamer, **kwargs):
     output = GenerationMixin.generate(
-        model, assistant_model=draft, streamer=Flat(streamer), return_dict_in_generate=True, **kwargs
+        model, assistant_model=draft, streamer=streamer, return_dict_in_generate=True, **kwargs
     )
     with Path({log!r}).open("a") as file:
         print(output.acceptance_lengths.sum().item(), file=file)

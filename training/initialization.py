@@ -63,13 +63,15 @@ def draft_config_for(
     gru_hidden_dim: int,
     emb_dim: int,
     pure_draft_prefix_len: int = 1,
+    shift_label: bool = True,
 ) -> DominoConfig:
     """
     The config of a new draft with layers of the target's own shape.
 
     Args:
         target, tokenizer: the pair.
-        num_layers, block_size, gru_hidden_dim, emb_dim, pure_draft_prefix_len (`int`): see [`DominoConfig`].
+        num_layers, block_size, gru_hidden_dim, emb_dim, pure_draft_prefix_len (`int`), shift_label (`bool`): see
+            [`DominoConfig`].
         mask_token (`str`, *optional*): see [`find_mask_token`].
         target_layer_ids (`int` or `list[int]`): how many target layers to read, or which.
 
@@ -95,7 +97,7 @@ def draft_config_for(
         block_size=block_size,
         mask_token_id=find_mask_token(tokenizer, mask_token),
         projector_type="domino",
-        shift_label=True,
+        shift_label=shift_label,
         pure_draft_prefix_len=pure_draft_prefix_len,
         gru_hidden_dim=gru_hidden_dim,
         emb_dim=emb_dim,

@@ -96,6 +96,12 @@ class DraftArguments:
     num_target_layer_ids: int = field(default=5, metadata={"help": "Target layers to read, spread evenly."})
     target_layer_ids: list[int] = field(default_factory=list, metadata={"help": "Or just these."})
     block_size: int = field(default=16, metadata={"help": "Positions of a block."})
+    shift_label: bool = field(
+        default=True, metadata={"help": "Position k of a block predicts the token after the k-th; vLLM wants `false`."}
+    )
+    draft_attention: str | None = field(
+        default=None, metadata={"help": "`attn_implementation` of the draft in training; flex_attention on GPUs."}
+    )
     mask_token: str | None = field(
         default=None, metadata={"help": "Token, or id, that fills a block; one that text never holds."}
     )
@@ -224,6 +230,7 @@ def make_draft(
             block_size=arguments.block_size,
             mask_token=arguments.mask_token,
             target_layer_ids=arguments.target_layer_ids or arguments.num_target_layer_ids,
+            shift_label=arguments.shift_label,
             **head,
         )
         draft = DominoDraftModel(config)
@@ -236,6 +243,8 @@ def make_draft(
             draft = with_head(draft, **head)
         elif arguments.new_head:
             renew_head(draft)
+    if arguments.draft_attention is not None:
+        draft.set_attn_implementation(arguments.draft_attention)
     if arguments.freeze_backbone:
         draft.requires_grad_(False)
         for module in (draft.prefix_gru, draft.embed_proj):
