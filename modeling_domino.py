@@ -178,6 +178,8 @@ class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
 
     def __init__(self, config: DominoConfig):
         super().__init__(config)
+        # What `push_to_hub` writes into the card.
+        self.model_tags = ["speculative-decoding", "domino"]
         target_layer_ids = config.require_complete()
         hidden = config.hidden_size
         self.fc = nn.Linear(len(target_layer_ids) * hidden, hidden, bias=False)

@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from helpers import make_draft, make_target
 from huggingface_hub import ModelCard
+from huggingface_hub.errors import EntryNotFoundError
 
 from domino_spec import cli
 from domino_spec.serving import hub
@@ -54,6 +56,27 @@ def test_the_cards_head_is_what_the_hub_reads(folder):
     assert (data["base_model"], data["license"], data["library_name"]) == (BASE, "apache-2.0", "transformers")
     assert set(data["tags"]) == {"speculative-decoding", "domino"}
     assert hub.model_card(folder, BASE).data.license is None
+
+
+def test_a_draft_pushed_by_hand_is_the_whole_folder_with_our_tags(monkeypatch):
+    pushed = {}
+
+    class Host:
+        def create_repo(self, repo_id, **kwargs):
+            return SimpleNamespace(repo_id=repo_id)
+
+        def create_commit(self, operations, **kwargs):
+            pushed.update({op.path_in_repo: Path(op.path_or_fileobj).read_bytes() for op in operations})
+
+    def no_card(*args, **kwargs):
+        raise EntryNotFoundError("no card yet")
+
+    monkeypatch.setattr("transformers.utils.hub.hf_api", Host)
+    monkeypatch.setattr("transformers.utils.hub.ModelCard.load", no_card)
+    make_draft(make_target("qwen3", dtype=torch.float32)).push_to_hub("me/my-draft")
+    code = {"configuration_domino.py", "modeling_domino.py", "generation.py", "custom_generate/generate.py"}
+    assert set(pushed) == {"README.md", "config.json", "model.safetensors", *code}
+    assert all(f"- {tag}" in pushed["README.md"].decode() for tag in hub.TAGS)
 
 
 def test_nothing_is_claimed_that_is_not_known(folder):

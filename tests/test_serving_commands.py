@@ -1,6 +1,7 @@
 # Copyright 2026 The domino_spec authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`domino-spec export`, `import`, `check-serving` and `load` as they are called; what they do is tested elsewhere."""
+"""`domino-spec export`, `import`, `check-serving`, `doctor` and `load` as they are called; what they do is tested
+elsewhere."""
 
 import filecmp
 import json
@@ -65,6 +66,10 @@ def test_a_draft_that_is_not_served_is_status_1(folders, capsys):
         ("check-serving ./nowhere", "./nowhere"),
         ("check-serving DRAFT --engine abacus", "abacus"),
         ("check-serving DRAFT --target ./nowhere", "./nowhere"),
+        ("doctor", "TARGET"),
+        ("doctor ./nowhere DRAFT", "cannot load the target './nowhere'"),
+        ("doctor TARGET ./nowhere --device toaster", "--device toaster"),
+        ("doctor TARGET DRAFT --prompts absent.jsonl", "absent.jsonl"),
         ("load --prompts PROMPTS", "--server"),
         ("load --server http://127.0.0.1:9 --prompts PROMPTS", "http://127.0.0.1:9"),
         ("load --server http://127.0.0.1:9 --prompts absent.jsonl", "absent.jsonl"),

@@ -20,6 +20,7 @@ import torch
 from helpers import make_draft, make_target
 from test_training_data import CHATML, tokenizer_with
 
+from domino_spec import cli
 from domino_spec.evaluation.benchmark import InputError
 from domino_spec.serving import load
 
@@ -264,6 +265,12 @@ def test_tokens_are_those_of_the_usage_and_times_those_of_the_events(prompts, ca
     }
     assert (got[0]["model"], got[0]["max_tokens"], got[0]["temperature"]) == ("m", 256, 0.0)
     assert got[0]["key"] is None
+
+
+def test_the_command_measures_and_its_status_tells(prompts, capsys):
+    with serving() as (url, _):
+        assert cli.main(["load", "--server", url, "--prompts", str(prompts), "--concurrency", "2"]) == 0
+    assert cells(capsys.readouterr().out)[2, "server"]["requests"] == "4"
 
 
 def test_options_and_the_key_go_into_the_request(prompts, capsys, monkeypatch):
