@@ -139,6 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: the command's own, or 2 with one line on standard error if it cannot be carried out.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
+    # Closed streams are None.
+    sys.stdin, sys.stdout = sys.stdin or open(os.devnull), sys.stdout or open(os.devnull, "w")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an answer may hold characters that the terminal lacks
@@ -147,7 +149,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rest and args.run is not run_train:
             raise InputError(f"unrecognized arguments: {' '.join(rest)} (see `domino-spec --help`)")
         args.argv, args.rest = argv, rest
-        return args.run(args)
+        status = args.run(args)
+        sys.stdout.flush()  # here, where a closed pipe is caught
+        return status
     except KeyboardInterrupt:
         print("\ndomino-spec: interrupted", file=sys.stderr)
         return 130
@@ -155,8 +159,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read the output has closed it (`| head`); the interpreter's own last flush must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ImportError, OSError, ValueError) as error:
+    except Exception as error:
         if os.environ.get("DOMINO_SPEC_TRACEBACK"):
             raise
-        print(f"domino-spec: error: {' '.join(str(error).split())}", file=sys.stderr)
+        text = " ".join(str(error).split())
+        if not isinstance(error, (ImportError, OSError, ValueError)):
+            # None of our own words: say what it is and how to see more.
+            text = f"{type(error).__name__}: {text} (DOMINO_SPEC_TRACEBACK=1 shows where it comes from)"
+        print(f"domino-spec: error: {text}", file=sys.stderr)
         return 2

@@ -14,6 +14,7 @@ the input (Ctrl-D) ends the chat.
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         answer = answer_one(target, tokenizer, draft, inputs, streamer=streamer, **options)
         messages.append({"role": "assistant", "content": answer["text"]})
         if args.json:
-            print(json.dumps({"prompt": text, **answer}, ensure_ascii=False), flush=True)
+            print(json.dumps({"prompt": text, **answer}), flush=True)
         elif rich:
             print(describe(answer), file=sys.stderr)
     return 0
@@ -173,7 +174,7 @@ def _typed_lines() -> Iterator[str]:
 
 def _sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
-    if args.temperature < 0:
+    if not 0 <= args.temperature < math.inf:
         raise InputError(f"--temperature is {args.temperature}, but must be 0 (greedy) or more")
     if args.top_p is not None and not 0 < args.top_p <= 1:
         raise InputError(f"--top-p is {args.top_p}, but must be above 0 and at most 1")

@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from jinja2 import TemplateError
+from safetensors import SafetensorError
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -67,7 +69,7 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     """
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # `splitlines` also splits at characters within a string
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read the prompt file {path}: {error}") from error
     prompts = []
@@ -76,7 +78,7 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
             continue
         try:
             row = json.loads(line)
-            text = row["turns"][0]
+            text = None if isinstance(row["turns"], str) else row["turns"][0]
         except (ValueError, TypeError, LookupError) as error:
             raise InputError(f'{path}:{number} is not a row like {{"id": ..., "turns": ["..."]}}: {error!r}') from error
         if not isinstance(text, str) or not text.strip():
@@ -103,8 +105,9 @@ def load_pair(
         if target == "default":
             model, tokenizer = load_default_target(dtype)
         else:
-            model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
-            tokenizer = AutoTokenizer.from_pretrained(target)
+            # Left out, transformers asks whether to run a repository's code and takes the next line for the answer.
+            model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, trust_remote_code=False).eval()
+            tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=False)
         model = model.to(device)
     with naming("draft", draft):
         path = default_draft_path() if draft == "default" else draft
@@ -116,8 +119,11 @@ def naming(role: str, name: str):
     """Turns what goes wrong while a model is loaded into an [`InputError`] that names it."""
     try:
         yield
-    # RuntimeError: sizes that differ, no memory left.
-    except (ImportError, OSError, ValueError, RuntimeError, StrictDataclassError) as error:
+    # RuntimeError: sizes that differ, no memory left; the last three: a config that is none.
+    except (
+        *(ImportError, OSError, ValueError, RuntimeError, StrictDataclassError, SafetensorError),
+        *(TypeError, KeyError, AttributeError),
+    ) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"cannot load the {role} {name!r}: {reason}") from error
 
@@ -145,13 +151,16 @@ def encode_conversation(
     `input_ids` and `attention_mask`, both long [1, S], of a conversation up to where the assistant speaks next.
 
     Raises:
-        InputError: if the tokenizer has no chat template.
+        InputError: if the tokenizer has no chat template, or one that refuses the conversation.
     """
     if tokenizer.chat_template is None:
         raise InputError("the target's tokenizer has no chat template, so there are no turns: give a single prompt")
-    encoded = tokenizer.apply_chat_template(
-        list(messages), add_generation_prompt=True, return_dict=True, return_tensors="pt", **template
-    )
+    try:
+        encoded = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_dict=True, return_tensors="pt", **template
+        )
+    except TemplateError as error:
+        raise InputError(f"the target's chat template does not take this conversation: {error}") from error
     return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
 
 
@@ -329,10 +338,22 @@ def provenance(program: str, argv: Sequence[str] | None = None) -> dict[str, Any
         argv: its arguments; default: those of the process.
     """
     return {
-        "command": f"{program} {shlex.join(sys.argv[1:] if argv is None else argv)}".rstrip(),
+        "command": f"{program} {shlex.join(_without_secrets(sys.argv[1:] if argv is None else argv))}".rstrip(),
         "machine": describe_machine(),
         "versions": describe_versions(),
     }
+
+
+def _without_secrets(argv: Sequence[str]) -> list[str]:
+    """Arguments as typed, but for the values of tokens and keys: a record lies beside weights and is uploaded."""
+    shown, hide = [], False
+    for word in argv:
+        name, given, _ = word.partition("=")
+        option = name.lstrip("-").replace("-", "_")
+        secret = name.startswith("--") and option.endswith(("_token", "_key")) and option != "mask_token"
+        shown.append("***" if hide else f"{name}=***" if secret and given else word)
+        hide = secret and not given
+    return shown
 
 
 def describe_versions() -> dict[str, str | None]:
@@ -399,7 +420,7 @@ def open_pair(
         InputError: if the device cannot be used or a model cannot be loaded.
     """
     check_device(args.device)
-    args.dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
+    args.dtype = args.dtype or ("float32" if torch.device(args.device).type == "cpu" else "bfloat16")
     if args.threads:
         torch.set_num_threads(args.threads)
     template = {"enable_thinking": False} if args.no_thinking else {}
@@ -430,7 +451,9 @@ def open_prompts(args: argparse.Namespace) -> list[Prompt]:
     prompts = [prompt for path in args.prompts for prompt in read_prompts(path, args.num_prompts)]
     if args.output is not None:
         try:
-            args.output.touch()
+            # Unlike `touch`, this fails for a folder too.
+            with args.output.open("a"):
+                pass
         except OSError as error:
             raise InputError(f"--output {args.output} cannot be written: {error.strerror}") from error
     return prompts
@@ -484,8 +507,6 @@ def run(args: argparse.Namespace) -> int:
         "overall": overall,
         "prompts": [report.prompt_record(result) for result in results],
     }
-    if args.output is not None:
-        args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     if args.json:
         print(json.dumps(document, indent=1))
     else:
@@ -499,4 +520,6 @@ def run(args: argparse.Namespace) -> int:
         print("What the columns mean: domino-spec bench --help")
         for line in report.describe_differences(results):
             print(line)
+    if args.output is not None:
+        args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return int(any(run["unexplained"] for name, run in overall["runs"].items() if name != PLAIN))

@@ -1,6 +1,6 @@
 # Copyright 2026 The domino_spec authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What is this draft, and what does a round with it cost? From the config alone: no weights are read.
+"""What is this draft, and what does a round with it cost? From the two configs alone.
 
     domino-spec info default
     domino-spec info Huang2020/Qwen3-8B-Domino-b16 --target Qwen/Qwen3-8B
@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from ..checkpoints import default_draft_path, default_target_path
 from ..configuration_domino import DominoConfig
 from ..modeling_domino import DominoDraftModel
-from .benchmark import naming
+from .benchmark import InputError, naming
 from .report import format_table
 
 
@@ -120,9 +120,14 @@ def run(args: argparse.Namespace) -> int:
         config = DominoConfig.from_pretrained(path)
         cost = cost_of(config)
     if name is not None:
-        with naming("target", name):
-            target_config = AutoConfig.from_pretrained(default_target_path() if name == "default" else name)
-            cost = cost_of(config, target_config)
+        try:
+            with naming("target", name):
+                path = default_target_path() if name == "default" else name
+                cost = cost_of(config, AutoConfig.from_pretrained(path, trust_remote_code=False))
+        except InputError:
+            # Not asked for, so the draft is shown without it.
+            if args.target is not None:
+                raise
     facts = _facts(config)
     if args.json:
         print(json.dumps({"config": facts, "cost": {**asdict(cost), "break_even": cost.break_even}}, indent=1))

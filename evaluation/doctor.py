@@ -641,10 +641,11 @@ def run(args: argparse.Namespace) -> int:
         if args.target == "default":
             target, tokenizer = load_default_target(dtype or torch.float32)
         else:
-            target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype or "auto").eval()
-            tokenizer = AutoTokenizer.from_pretrained(args.target)
+            options = {"trust_remote_code": False}
+            target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype or "auto", **options).eval()
+            tokenizer = AutoTokenizer.from_pretrained(args.target, **options)
         if args.tokenizer:
-            tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+            tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, trust_remote_code=False)
         target = target.to(args.device)
     with tqdm(desc="measuring", unit="pass", file=sys.stderr, disable=None) as bar:
         diagnosis = diagnose(

@@ -9,11 +9,13 @@ on untouched. The wrappers know no class of ours, so copies of this module (as p
 """
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from .compat import DominoGenerateOutput
 from .context import vocabulary_size
@@ -241,6 +243,18 @@ class DominoDecodingMixin:
         # Keys are always the contract's, also when the draft was read from a file with other names.
         kwargs.setdefault("save_original_format", False)
         super().save_pretrained(save_directory, *args, **kwargs)
+        self._write_beside(save_directory)
+
+    def _write_beside(self, folder):
+        """What a folder holds besides weights and config."""
         if self.generation_config is not None:
-            self.generation_config.save_pretrained(save_directory)
-        write_code(save_directory)
+            self.generation_config.save_pretrained(folder)
+        else:
+            # One that lies there from before is not this draft's.
+            Path(folder, GENERATION_CONFIG_NAME).unlink(missing_ok=True)
+        write_code(folder)
+
+    def _upload_modified_files(self, working_dir, *args, **kwargs):
+        # With `push_to_hub=True`, saving uploads before it returns.
+        self._write_beside(working_dir)
+        return super()._upload_modified_files(working_dir, *args, **kwargs)

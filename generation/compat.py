@@ -71,9 +71,12 @@ def asked_for(generation_config: GenerationConfig, name: str) -> Any:
 
 
 def with_defaults_of(draft: Any, generation_config: GenerationConfig) -> GenerationConfig:
-    """The call's options, with those of the draft's own `generation_config` about drafting that the call leaves out."""
+    """
+    The call's options, with those of the draft's own `generation_config` about drafting that the call leaves out. Not
+    the schedule: its default cannot be told from a call that asks for it, and a call must be able to.
+    """
     own = draft.generation_config
-    names = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+    names = ("num_assistant_tokens", "assistant_confidence_threshold")
     chosen = {
         name: value
         for name in names

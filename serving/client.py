@@ -172,7 +172,7 @@ class Client:
                 rounds = _rounds_told(event) or rounds
         if not usage:
             raise requests.RequestException("the stream ended without the number of its tokens (usage)")
-        return Answer(prompt, None, usage["completion_tokens"], seconds, first_text, "".join(texts), rounds)
+        return Answer(prompt, None, int(usage["completion_tokens"]), seconds, first_text, "".join(texts), rounds)
 
     def counters(self) -> dict[str, float]:
         """The server's counters by name, summed over their labels; empty where it shows none."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 
@@ -80,7 +81,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
             files = sorted(set(index["weight_map"].values()))
         else:
             files = sorted(path.name for path in folder.glob("*.safetensors"))
-    except (ValueError, LookupError, AttributeError) as error:
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
         raise ValueError(f"{folder / _INDEX} is no index of weight files: {error!r}") from error
     if not files:
         raise ValueError(f"{folder} holds no *.safetensors; weights in other files are not read")
@@ -118,5 +119,5 @@ def read_target_config(target: str | Path) -> PretrainedConfig:
     try:
         target = default_target_path() if str(target) == "default" else target
         return AutoConfig.from_pretrained(target, trust_remote_code=False).get_text_config(decoder=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise ValueError(f"cannot read the config of the target {str(target)!r}: {error}") from error

@@ -13,7 +13,9 @@ is not imported. Code that lies in a folder is never executed. A card and the re
 
 import argparse
 import json
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -145,12 +147,24 @@ def export_draft(
     if reasons := [str(finding) for finding in findings if finding.severity == "error"]:
         raise ValueError(f"cannot write this draft for {layout.reader}. {' '.join(reasons)}")
 
-    if layout.code:
-        draft.save_pretrained(folder)
-    else:
-        PreTrainedModel.save_pretrained(draft, folder)  # our own adds the code
-        text = json.dumps(layout.rewrite(read_config(folder)), indent=2, sort_keys=True)
-        (folder / "config.json").write_text(f"{text}\n", encoding="utf-8")
+    # Written beside its place and moved there whole: half a folder looks right to a reader.
+    folder = folder.resolve()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        if layout.code:
+            draft.save_pretrained(made)
+        else:
+            PreTrainedModel.save_pretrained(draft, made)  # our own adds the code
+            text = json.dumps(layout.rewrite(read_config(made)), indent=2, sort_keys=True)
+            (made / "config.json").write_text(f"{text}\n", encoding="utf-8")
+            if draft.generation_config is not None:
+                notes.append("The draft's generation defaults were left out: this reader has none.")
+        made.chmod(0o755)
+        made.rename(folder)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
     return notes + [str(finding) for finding in findings]
 
 
@@ -170,6 +184,7 @@ def _converted(draft: DominoDraftModel, dtype: torch.dtype | None, drop_head: bo
         copy = DominoDraftModel(DominoConfig.from_dict(fields))
     state = draft.state_dict()
     copy.load_state_dict({name: state[name].to(dtype or state[name].dtype) for name in copy.state_dict()}, assign=True)
+    copy.generation_config = draft.generation_config
     return copy
 
 

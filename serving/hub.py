@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub.errors import StrictDataclassError
 
 from ..configuration_domino import DominoConfig
 from ..evaluation.cost import cost_of
@@ -25,6 +26,11 @@ from ..evaluation.report import format_number
 from ..training.arguments import RECORD
 from .sglang import check_serving, launch_command
 
+_UPLOADED = [
+    *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
+    *("configuration_domino.py", "modeling_domino.py", "generation.py", "custom_generate/generate.py"),
+    *(RECORD, "eval_results.json"),
+]
 TAGS = ("speculative-decoding", "domino")
 
 CITATION = """\
@@ -51,7 +57,7 @@ def model_card(
 
     Args:
         folder: with `config.json`, and perhaps what training left there.
-        base_model (`str`): Hub id of the target.
+        base_model (`str`): Hub id of the target; of one in a folder only the folder's name is told.
         repo_id (`str`, *optional*): where the draft is, or will be, on the Hub; default: the folder's name stands in.
         revision (`str`, *optional*): commit that the snippets load.
         license (`str`, *optional*): as the Hub names it.
@@ -64,10 +70,15 @@ def model_card(
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} is no folder of a draft: it has no config.json.")
-    config = DominoConfig.from_pretrained(folder)
+    try:
+        config = DominoConfig.from_pretrained(folder)
+    except (StrictDataclassError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / 'config.json'} is no config of a draft: {' '.join(str(error).split())}") from error
     name = (repo_id or folder.resolve().name).split("/")[-1]
+    on_hub = not Path(base_model).is_dir()
+    name_of_base = base_model if on_hub else Path(base_model).name
     data = ModelCardData(
-        base_model=base_model,
+        base_model=base_model if on_hub else None,
         library_name="transformers",
         license=license,
         pipeline_tag="text-generation",
@@ -75,18 +86,18 @@ def model_card(
     )
     parts = [
         f"# {name}",
-        f"A [Domino](https://arxiv.org/abs/2605.29707) draft for [{base_model}](https://huggingface.co/{base_model}): "
+        f"A [Domino](https://arxiv.org/abs/2605.29707) draft for {_linked(base_model) if on_hub else name_of_base}: "
         "it proposes a block of tokens that the target then verifies in one pass, so that `generate` gives the answer "
         "that the target alone would have given, in fewer passes.",
         "## How it works",
         _anatomy(config),
         "## When to use it, and when not",
-        f"With {base_model} and text like that it was trained on, on a GPU, for small batches: it saves passes of the "
-        "target, not arithmetic. Another target, even a fine-tuned one, accepts less; on a CPU, or for large batches, "
-        "a pass over a block costs more than a pass over one token, and little or nothing is gained. Output is the "
-        "target's own in every case.",
+        f"With {name_of_base} and text like that it was trained on, on a GPU, for small batches: it saves passes of "
+        "the target, not arithmetic. Another target, even a fine-tuned one, accepts less; on a CPU, or for large "
+        "batches, a pass over a block costs more than a pass over one token, and little or nothing is gained. Output "
+        "is the target's own in every case.",
         "## Quick start",
-        _usage(folder, base_model, repo_id or str(folder), revision),
+        _usage(folder, config, name_of_base, repo_id or str(folder), revision),
         "## What it measures",
         _measured(bench),
         "## How it was trained",
@@ -95,6 +106,10 @@ def model_card(
         CITATION,
     ]
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
+
+
+def _linked(repo_id: str) -> str:
+    return f"[{repo_id}](https://huggingface.co/{repo_id})"
 
 
 def _anatomy(config: DominoConfig) -> str:
@@ -114,13 +129,12 @@ def _anatomy(config: DominoConfig) -> str:
         )
     else:
         text += "It has no head: proposals are those of the backbone alone (a DFlash draft). "
-    return (
-        f"{text}Embedding and output head are the target's. {(cost.backbone + cost.head) / 1e6:.1f} million "
-        f"parameters, {cost.draft_bytes / 2**20:.0f} MiB in {str(config.dtype).removeprefix('torch.')}."
-    )
+    size = "" if config.dtype is None else f", {cost.draft_bytes / 2**20:.0f} MiB in {str(config.dtype)[6:]}"
+    millions = f"{(cost.backbone + cost.head) / 1e6:.1f} million parameters"
+    return f"{text}Embedding and output head are the target's. {millions}{size}."
 
 
-def _usage(folder: Path, base_model: str, place: str, revision: str | None) -> str:
+def _usage(folder: Path, config: DominoConfig, base_model: str, place: str, revision: str | None) -> str:
     pinned = f', revision="{revision}"' if revision else ""
     parts = [
         f"""```python
@@ -141,11 +155,11 @@ output = target.generate(**inputs, assistant_model=draft, max_new_tokens=256)
 print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 ```""",
         "Adapt it with PEFT, which leaves these weights alone:",
-        """```python
+        f"""```python
 from peft import get_peft_model
 from domino_spec.training.adapters import lora_config
 
-adapted = get_peft_model(draft, lora_config(draft.config, "head"))
+adapted = get_peft_model(draft, lora_config(draft.config, "{"head" if config.has_head else "backbone"}"))
 ```""",
     ]
     obstacles = [finding for finding in check_serving(folder) if finding.severity == "error"]
@@ -185,14 +199,17 @@ def _measured(bench: Mapping[str, Any] | None) -> str:
             ]
             lines.append(f"| {' | '.join(cells)} |")
         same = f"{bench['overall']['runs']['domino']['identical']} of {bench['overall']['prompts']}"
+        where = machine["gpu"] or f"{machine['cores']} cores of {machine['cpu']}"
+        conditions = (
+            f"{settings['dtype']}, at most {settings['max_new_tokens']} new tokens; {same} answers identical to plain "
+            f"generation. {where}, torch {versions['torch']}, transformers {versions['transformers']}; "
+            f"`{bench['command']}`."
+        )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"`bench` is not a results file of `domino-spec bench --output`: it lacks {error}.") from error
-    where = machine["gpu"] or f"{machine['cores']} cores of {machine['cpu']}"
     return "\n".join(lines) + (
-        "\n\nAcceptance length: tokens per pass of the target, the token of the prefill not counted. Greedy, "
-        f"{settings['dtype']}, at most {settings['max_new_tokens']} new tokens; {same} answers identical to plain "
-        f"generation. {where}, torch {versions['torch']}, transformers {versions['transformers']}; "
-        f"`{bench['command']}`."
+        "\n\nAcceptance length: tokens per pass of the target, the token of the prefill not counted. Head off: the "
+        f"same with the backbone's guesses alone. Greedy, {conditions}"
     )
 
 
@@ -200,7 +217,13 @@ def _training(folder: Path) -> str:
     path = folder / RECORD
     if not path.is_file():
         return "Not recorded."
-    record = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return _told(json.loads(path.read_text(encoding="utf-8")), folder)
+    except (ValueError, TypeError, LookupError) as error:
+        raise ValueError(f"{path} is no record of `domino-spec train` ({error!r}): remove it.") from error
+
+
+def _told(record: Mapping[str, Any], folder: Path) -> str:
     data = ", ".join(f"{d['rows']:,} rows of `{d['source']}`" for d in record["data"])
     tokens = sum(d["supervised_tokens"] for d in record["data"])
     lines = [
@@ -232,7 +255,7 @@ def publish(
     private: bool | None = None,
     token: str | None = None,
     **card: Any,
-) -> str:
+) -> tuple[str, str]:
     """
     Upload a folder, then a card whose snippets load just that upload.
 
@@ -243,7 +266,7 @@ def publish(
         card: more of [`model_card`].
 
     Returns:
-        The revision of the weights that the card names.
+        The repository's whole id, and the revision of the weights that the card names.
 
     Raises:
         ValueError: when the folder lacks weights or code, before anything is uploaded.
@@ -261,12 +284,11 @@ def publish(
     model_card(folder, base_model, repo_id, **card)
     api = HfApi(token=token)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-    commit = api.upload_folder(
-        repo_id=repo_id, folder_path=folder, ignore_patterns=["checkpoint-*", "runs/**", "README.md", "*.bin", "*.pt"]
-    )
+    # Training leaves much more in its folder: states of the optimiser, features of the text, whatever else lies there.
+    commit = api.upload_folder(repo_id=repo_id, folder_path=folder, allow_patterns=_UPLOADED)
     content = str(model_card(folder, base_model, repo_id, commit.oid, **card))
     api.upload_file(repo_id=repo_id, path_or_fileobj=content.encode(), path_in_repo="README.md")
-    return commit.oid
+    return repo_id, commit.oid
 
 
 # ---- Command -------------------------------------------------------------------------------------------------------
@@ -299,12 +321,14 @@ def run(args: argparse.Namespace) -> int:
             bench = json.loads(args.bench.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"--bench {args.bench} is not JSON: {error}") from error
+        if bench is None:
+            raise ValueError(f"--bench {args.bench} holds null, not results of `domino-spec bench --output`")
     known = {"license": args.license, "bench": bench}
-    revision = None
-    if args.push_to is not None:
-        revision = publish(args.folder, args.push_to, args.base_model, private=args.private, **known)
-        print(f"https://huggingface.co/{args.push_to} at {revision}")
+    repo_id, revision = args.push_to, None
+    if repo_id is not None:
+        repo_id, revision = publish(args.folder, repo_id, args.base_model, private=args.private, **known)
+        print(f"https://huggingface.co/{repo_id} at {revision}")
     path = args.folder / "README.md"
-    path.write_text(str(model_card(args.folder, args.base_model, args.push_to, revision, **known)), encoding="utf-8")
+    path.write_text(str(model_card(args.folder, args.base_model, repo_id, revision, **known)), encoding="utf-8")
     print(f"wrote {path}")
     return 0

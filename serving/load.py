@@ -308,7 +308,7 @@ def run(args: argparse.Namespace) -> int:
     clients = {
         name: Client(url, model, options, args.retries, args.timeout, key)
         for name, (url, model) in asked.items()
-        if url
+        if url is not None
     }
     for client in clients.values():
         client.connect(prompts[0])
@@ -322,9 +322,12 @@ def run(args: argparse.Namespace) -> int:
         "complete": False,
     }
 
-    def keep() -> None:
+    def sum_up() -> None:
         document["summary"] = summarise_all(levels, greedy=args.temperature == 0)
         document["levels"] = list(map(_record, levels))
+
+    def keep() -> None:
+        sum_up()
         if args.output is not None:
             args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
@@ -333,11 +336,11 @@ def run(args: argparse.Namespace) -> int:
     try:
         measure_all(clients, prompts, args.concurrency, args.repeats, levels, keep)
         document["complete"] = True
-    except (KeyboardInterrupt, InputError) as error:
+    except (KeyboardInterrupt, InputError, OSError) as error:  # the last: no room for the results
         ending = error
     finally:
         signal.signal(signal.SIGTERM, previous)
-    keep()
+    sum_up()
     if args.json:
         print(json.dumps(document, indent=1))
     else:
@@ -348,6 +351,7 @@ def run(args: argparse.Namespace) -> int:
         print("What the columns mean: domino-spec load --help")
         for reason in dict.fromkeys(answer.error for level in levels for answer in level.answers if answer.error):
             print(f"not answered: {reason}")
+    keep()
     if ending:
         raise ending
     return int(any(row["errors"] for row in document["summary"]))

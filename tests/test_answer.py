@@ -124,6 +124,17 @@ def test_what_cannot_be_answered_is_refused_before_anything_is_loaded(
     assert out == "" and message in err and err.count("\n") == 1
 
 
+def test_code_of_a_target_is_never_run_nor_asked_about(pair, tmp_path, monkeypatch, capsys):
+    (tmp_path / "conf.py").write_text("raise SystemExit('ran')")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "auto_map": {"AutoConfig": "conf.Config"}}))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\nHello\n"))
+    options, _ = pair
+    assert cli.main(["generate", "--chat", "--json", *options, "--target", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "cannot load the target" in err
+    assert cli.main(["info", options[3], "--target", str(tmp_path)]) == 2
+
+
 def test_turns_need_a_chat_template(pair, tmp_path, capsys):
     options, _ = pair
     tokenizer = tokenizer_with(None)

@@ -160,6 +160,8 @@ def cannot_load(*args):
         (["bench", "--prompts", "absent.jsonl"], "absent.jsonl"),
         (["bench", "--prompts", "two\nlines.jsonl"], "two lines.jsonl"),
         (["bench", "--prompts", "good.jsonl", "--output", "no/such/folder.json"], "no/such/folder.json"),
+        (["bench", "--prompts", "good.jsonl", "--output", "."], "--output . cannot be written"),
+        (["bench", "--prompts", "text.jsonl"], "text.jsonl:1 has an empty first turn, or one that is not text"),
         (["bench", "--prompts", "good.jsonl", "--device", "toaster"], "--device toaster"),
         (["bench", "--prompts", "good.jsonl", "--dtype", "int8"], "int8"),
         (["bench", "--prompts", "good.jsonl", "--target", "./nowhere"], "cannot load the target './nowhere'"),
@@ -171,6 +173,7 @@ def test_what_cannot_be_done_is_one_line_and_status_2(monkeypatch, tmp_path, cap
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(benchmark, "load_default_target", cannot_load)
     Path("good.jsonl").write_text(json.dumps({"id": 0, "turns": ["Hello"]}))
+    Path("text.jsonl").write_text(json.dumps({"turns": "Hello"}))
     assert cli.main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("domino-spec: error: ") and err.count("\n") == 1 and message in err
@@ -222,6 +225,44 @@ def test_a_shell_learns_the_commands_and_their_options(shell, capsys):
     assert all(word in script for word in ("check-serving", "--max-new-tokens", "--candidate-pool"))
     if shutil.which(shell):
         subprocess.run([shell, "-n"], input=script, text=True, check=True)
+
+
+def test_what_nobody_foresaw_is_one_line_too(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "_COMMANDS", {"info": cli._COMMANDS["info"]._replace(run=lambda args: {}["x"])})
+    assert cli.main(["info", "default"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("domino-spec: error: KeyError: 'x' (DOMINO_SPEC_TRACEBACK=1") and err.count("\n") == 1
+
+
+def test_a_reader_that_is_gone_leaves_no_complaint():
+    script = Path(sys.executable).parent / "domino-spec"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        ["bash", "-c", f"'{script}' completion bash | true; exit ${{PIPESTATUS[0]}}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_record_holds_no_secrets():
+    argv = [
+        "--hub_token",
+        "hf_x",
+        "--hub-token=hf_y",
+        "--api-key",
+        "k",
+        "--mask_token",
+        "<mask>",
+        "--max-new-tokens",
+        "5",
+    ]
+    command = benchmark.provenance("domino-spec train", argv)["command"]
+    assert command == (
+        "domino-spec train --hub_token '***' '--hub-token=***' --api-key '***' --mask_token '<mask>' --max-new-tokens 5"
+    )
 
 
 def test_where_an_error_comes_from_is_shown_on_request(monkeypatch):

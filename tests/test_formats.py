@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import MASK_TOKEN, load_fixture, make_draft
+from helpers import MASK_TOKEN, load_fixture, make_draft, make_target
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel
+from transformers import AutoModel, GenerationConfig
 
 from domino_spec.checkpoints import default_draft_path
 from domino_spec.configuration_domino import AUTO_MAP
@@ -485,3 +485,24 @@ def test_the_commands_say_what_was_changed_and_where_it_is(target, tmp_path, cap
     assert run("import", tmp_path / "dflash", tmp_path / "back") == 0
     assert capsys.readouterr().out == f"The draft is in {tmp_path / 'back'}\n"
     assert load_draft(tmp_path / "back").dtype == torch.bfloat16
+
+
+def test_generation_defaults_go_along_or_are_said_to_stay_behind(tmp_path):
+    draft = make_draft(make_target("qwen3", dtype=torch.float32), target_layer_ids=[0, 2])
+    draft.generation_config = GenerationConfig(num_assistant_tokens=2)
+    assert export_draft(draft, tmp_path / "hub", "hub") == []
+    assert load_draft(tmp_path / "hub").generation_config.num_assistant_tokens == 2
+    notes = export_draft(draft, tmp_path / "specforge", "specforge")
+    assert notes == ["The draft's generation defaults were left out: this reader has none."]
+    assert not (tmp_path / "specforge" / "generation_config.json").exists()
+
+
+def test_an_export_that_is_cut_off_leaves_nothing(tmp_path, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(formats, "read_config", interrupt)
+    draft = make_draft(make_target("qwen3", dtype=torch.float32), target_layer_ids=[0, 2])
+    with pytest.raises(KeyboardInterrupt):
+        export_draft(draft, tmp_path / "half", "specforge")
+    assert list(tmp_path.iterdir()) == []

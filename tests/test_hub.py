@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -15,6 +16,7 @@ import torch
 from helpers import make_draft, make_target
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import EntryNotFoundError
+from transformers import GenerationConfig
 
 from domino_spec import cli
 from domino_spec.serving import hub
@@ -110,6 +112,10 @@ def test_training_is_told_from_what_training_left(folder):
     assert "| chat | 1.87 | 1.76 |" in text
 
 
+def files_of(folder):
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
 def python_blocks(text):
     return re.findall(r"```python\n(.*?)```", text, re.S)
 
@@ -151,8 +157,8 @@ class Api:
         self.calls.append(("create", repo_id, private))
         return SimpleNamespace(repo_id=f"me/{repo_id}")
 
-    def upload_folder(self, repo_id, folder_path, ignore_patterns):
-        self.calls.append(("folder", repo_id, folder_path, ignore_patterns))
+    def upload_folder(self, repo_id, folder_path, allow_patterns):
+        self.calls.append(("folder", repo_id, folder_path, allow_patterns))
         return SimpleNamespace(oid=COMMIT)
 
     def upload_file(self, repo_id, path_or_fileobj, path_in_repo):
@@ -167,14 +173,54 @@ def api(monkeypatch):
 
 
 def test_a_published_card_pins_the_upload_before_it(folder, api, capsys):
+    before = files_of(folder)
+    for name in (".env", "optimizer.pt", "features/shard-0.safetensors", "checkpoint-5/model.safetensors"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("not for the Hub")
     assert cli.main(["card", str(folder), "--base-model", BASE, "--push-to", "my-draft"]) == 0
     create, upload, card = api
     assert create == ("create", "my-draft", None)
-    assert upload[1:3] == ("me/my-draft", folder) and "README.md" in upload[3]
+    assert upload[1:3] == ("me/my-draft", folder)
+    # A star does not cross a folder's border there, but does here.
+    patterns = [pattern for pattern in upload[3] if "/" in pattern or not pattern.count("*")]
+    patterns += [name for pattern in upload[3] for name in before if "/" not in name and fnmatch(name, pattern)]
+    taken = {name for name in files_of(folder) if name in patterns}
+    # Training leaves more than a draft in its folder.
+    assert taken == before
     assert card[1:3] == ("me/my-draft", "README.md")
     assert f'revision="{COMMIT}"' in card[3] and 'from_pretrained("me/my-draft"' in card[3]
     assert COMMIT in capsys.readouterr().out
     assert f'revision="{COMMIT}"' in ModelCard.load(folder / "README.md").text
+
+
+def test_a_target_in_a_folder_is_named_but_not_linked(folder, tmp_path):
+    base = tmp_path / "my-target"
+    base.mkdir()
+    card = hub.model_card(folder, str(base), "me/my-draft")
+    assert card.data.base_model is None
+    assert "draft for my-target:" in card.text and str(tmp_path) not in card.text
+
+
+def test_a_draft_saved_and_pushed_at_once_is_the_whole_folder(monkeypatch, tmp_path):
+    pushed = set()
+
+    class Host:
+        def create_repo(self, repo_id, **kwargs):
+            return SimpleNamespace(repo_id=repo_id)
+
+        def create_commit(self, operations, **kwargs):
+            pushed.update(op.path_in_repo for op in operations)
+
+    def no_card(*args, **kwargs):
+        raise EntryNotFoundError("no card yet")
+
+    monkeypatch.setattr("transformers.utils.hub.hf_api", Host)
+    monkeypatch.setattr("transformers.modeling_utils.hf_api", Host, raising=False)
+    monkeypatch.setattr("transformers.utils.hub.ModelCard.load", no_card)
+    draft = make_draft(make_target("qwen3", dtype=torch.float32))
+    draft.generation_config = GenerationConfig(num_assistant_tokens=2)
+    draft.save_pretrained(tmp_path / "draft", push_to_hub=True, repo_id="me/draft")
+    assert {"config.json", "generation_config.json", "modeling_domino.py", "custom_generate/generate.py"} <= pushed
 
 
 @pytest.mark.parametrize("lacking", ["model.safetensors", "generation.py"])

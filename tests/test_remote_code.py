@@ -117,6 +117,21 @@ def test_a_drafts_generation_defaults_travel_with_it(saved, tmp_path):
         assert loaded.generation_config.num_assistant_tokens == 2
 
 
+def test_generation_defaults_are_those_of_this_draft_alone(saved):
+    draft = DominoDraftModel.from_pretrained(saved)
+    draft.generation_config = GenerationConfig(num_assistant_tokens=2)
+    draft.save_pretrained(saved)
+    draft.generation_config = None
+    draft.save_pretrained(saved)
+    assert DominoDraftModel.from_pretrained(saved).generation_config is None
+    # Weights that come from nowhere bring none.
+    again = DominoDraftModel.from_pretrained(None, config=draft.config, state_dict=draft.state_dict())
+    assert again.generation_config is None
+    (saved / "generation_config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"generation_config\.json .* cannot be read"):
+        DominoDraftModel.from_pretrained(saved)
+
+
 @pytest.mark.parametrize("script", [ALONE, BY_CUSTOM_GENERATE], ids=["assistant_model", "custom_generate"])
 def test_an_id_in_the_hubs_cache_generates_without_network(saved, tmp_path, script):
     fixture, commit = load_fixture("shift1-prefix1"), "0123456789abcdef0123456789abcdef01234567"

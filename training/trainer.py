@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel, Trainer
 
+from ..checkpoints import TARGET_HUB_ID, TARGET_NAME
 from ..configuration_domino import DominoConfig
 from ..generation.context import TargetParts
 from ..serving.hub import model_card
@@ -209,7 +210,9 @@ class DominoTrainer(Trainer):
         if not (folder / "config.json").is_file():
             super().create_model_card(license=license, **kwargs)
         elif self.is_world_process_zero():
-            model_card(folder, self.target.name_or_path, self.hub_model_id, license=license).save(folder / "README.md")
+            path = self.target.name_or_path
+            base = TARGET_HUB_ID if Path(path).name.startswith(f"{TARGET_NAME}-") else path
+            model_card(folder, base, self.hub_model_id, license=license).save(folder / "README.md")
 
     def log(self, logs, *args, **kwargs):
         # Sums are divided here, last, over all that was seen since the previous report.

@@ -74,9 +74,12 @@ def asked_for(generation_config: GenerationConfig, name: str) -> Any:
 
 
 def with_defaults_of(draft: Any, generation_config: GenerationConfig) -> GenerationConfig:
-    """The call's options, with those of the draft's own `generation_config` about drafting that the call leaves out."""
+    """
+    The call's options, with those of the draft's own `generation_config` about drafting that the call leaves out. Not
+    the schedule: its default cannot be told from a call that asks for it, and a call must be able to.
+    """
     own = draft.generation_config
-    names = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+    names = ("num_assistant_tokens", "assistant_confidence_threshold")
     chosen = {
         name: value
         for name in names
@@ -1991,6 +1994,7 @@ _CUSTOM_GENERATE = '''\
 """The draft as a decoding method: `target.generate(**inputs, custom_generate=ID, trust_remote_code=True, draft=ID)`."""
 
 from functools import lru_cache
+from os import PathLike
 
 from transformers import AutoModel
 
@@ -2016,8 +2020,8 @@ def generate(model, draft=None, draft_revision=None, assistant_model=None, **kwa
     draft = draft if draft is not None else assistant_model
     if draft is None:
         raise ValueError("`draft` is not given: name this repository once more, `draft=ID`, or pass the loaded draft.")
-    if isinstance(draft, str):
-        draft = _load(draft, draft_revision, model.dtype, model.device)
+    if isinstance(draft, (str, PathLike)):
+        draft = _load(str(draft), draft_revision, model.dtype, model.device)
     return model.generate(assistant_model=draft, **kwargs)
 '''
 
@@ -2094,11 +2098,13 @@ on untouched. The wrappers know no class of ours, so copies of this module (as p
 """
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
+from transformers.utils import GENERATION_CONFIG_NAME
 
 
 _MARK = "_hands_over_to_assistant"
@@ -2322,9 +2328,21 @@ class DominoDecodingMixin:
         # Keys are always the contract's, also when the draft was read from a file with other names.
         kwargs.setdefault("save_original_format", False)
         super().save_pretrained(save_directory, *args, **kwargs)
+        self._write_beside(save_directory)
+
+    def _write_beside(self, folder):
+        """What a folder holds besides weights and config."""
         if self.generation_config is not None:
-            self.generation_config.save_pretrained(save_directory)
-        write_code(save_directory)
+            self.generation_config.save_pretrained(folder)
+        else:
+            # One that lies there from before is not this draft's.
+            Path(folder, GENERATION_CONFIG_NAME).unlink(missing_ok=True)
+        write_code(folder)
+
+    def _upload_modified_files(self, working_dir, *args, **kwargs):
+        # With `push_to_hub=True`, saving uploads before it returns.
+        self._write_beside(working_dir)
+        return super()._upload_modified_files(working_dir, *args, **kwargs)
 
 
 # Copyright 2026 The domino_spec authors.

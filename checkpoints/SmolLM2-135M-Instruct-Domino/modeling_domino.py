@@ -12,7 +12,6 @@ The draft owns neither an embedding nor an output head: both are the target's (`
 Source: arXiv 2605.29707; the backbone is that of DFlash with Qwen3-style layers.
 """
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -31,9 +30,12 @@ from transformers.models.qwen3.modeling_qwen3 import (
     eager_attention_forward,
     rotate_half,
 )
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from .configuration_domino import DominoConfig
 from .generation import DominoDecodingMixin
+
+_IF_THERE = {f"_raise_exceptions_for_{what}": False for what in ("gated_repo", "missing_entries", "connection_errors")}
 
 # Names under which other trainers store the same tensors.
 _FOREIGN_KEYS = {
@@ -41,6 +43,18 @@ _FOREIGN_KEYS = {
     r"^encoder\.fc\.": "fc.",
     r"^encoder\.output_norm_enc\.": "hidden_norm.",
 }
+
+
+def _generation_config_of(name_or_path: str, hub: dict[str, Any]) -> GenerationConfig | None:
+    """Defaults that lie beside a draft, if there are any; `hub` are keywords of `from_pretrained`."""
+    names = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
+    where = {name: hub[name] for name in names if hub.get(name) is not None}
+    if cached_file(name_or_path, GENERATION_CONFIG_NAME, **where, **_IF_THERE) is None:
+        return None
+    try:
+        return GenerationConfig.from_pretrained(name_or_path, **where)
+    except (OSError, TypeError, AttributeError) as error:
+        raise ValueError(f"{GENERATION_CONFIG_NAME} of {name_or_path} cannot be read: mend or remove it.") from error
 
 
 class DominoRotaryEmbedding(Qwen3RotaryEmbedding):
@@ -432,11 +446,9 @@ class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
                 for key, found, wanted in sorted(info["mismatched_keys"])
             ]
             raise ValueError(f"{pretrained_model_name_or_path} does not fit its config: {'; '.join(shapes)}.")
-        with contextlib.suppress(OSError):  # most drafts have none
-            where = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
-            model.generation_config = GenerationConfig.from_pretrained(
-                pretrained_model_name_or_path, **{name: hub[name] for name in where if name in hub}
-            )
+        if model.name_or_path:
+            # Of an adapter's folder this is the draft's that it was made for.
+            model.generation_config = _generation_config_of(model.name_or_path, hub)
         if missing := sorted(info["missing_keys"]):
             head = [key for key in missing if key.startswith(("prefix_gru.", "embed_proj."))]
             advice = (

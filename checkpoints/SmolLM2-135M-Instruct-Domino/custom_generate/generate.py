@@ -1,6 +1,7 @@
 """The draft as a decoding method: `target.generate(**inputs, custom_generate=ID, trust_remote_code=True, draft=ID)`."""
 
 from functools import lru_cache
+from os import PathLike
 
 from transformers import AutoModel
 
@@ -26,6 +27,6 @@ def generate(model, draft=None, draft_revision=None, assistant_model=None, **kwa
     draft = draft if draft is not None else assistant_model
     if draft is None:
         raise ValueError("`draft` is not given: name this repository once more, `draft=ID`, or pass the loaded draft.")
-    if isinstance(draft, str):
-        draft = _load(draft, draft_revision, model.dtype, model.device)
+    if isinstance(draft, (str, PathLike)):
+        draft = _load(str(draft), draft_revision, model.dtype, model.device)
     return model.generate(assistant_model=draft, **kwargs)
