@@ -482,6 +482,8 @@ def test_an_interruption_keeps_what_was_measured(number, prompts, capsys, monkey
 
     path = prompts.with_suffix(".out")
     before = signal.signal(signal.SIGTERM, lambda *args: pytest.fail("SIGTERM would have ended the process"))
+    # What runs in the background of a shell ignores it.
+    ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         threading.Thread(target=kill, daemon=True).start()
         start = time.perf_counter()
@@ -494,6 +496,7 @@ def test_an_interruption_keeps_what_was_measured(number, prompts, capsys, monkey
         assert signal.getsignal(signal.SIGTERM) is not signal.default_int_handler
     finally:
         signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, ctrl_c)
     rows = cells(capsys.readouterr().out)
     assert rows[1, "server"]["requests"] == "3" and rows[1, "server"]["tok/s"] != "-"
     # Of the level that was cut there are answers, and their latencies, but no rates.
@@ -521,6 +524,7 @@ def test_an_interruption_ends_the_requests_under_way(prompts):
         return answer() if (text, tries) == (PROMPTS[0], 1) else endless()
 
     script = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "import argparse; from domino_spec.serving import load; parser = argparse.ArgumentParser(); "
         "load.add_arguments(parser); args = parser.parse_args(); args.argv = ['load']; load.run(args)"
     )
