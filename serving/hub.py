@@ -94,8 +94,9 @@ def model_card(
         "## When to use it, and when not",
         f"With {name_of_base} and text like that it was trained on, on a GPU, for small batches: it saves passes of "
         "the target, not arithmetic. Another target, even a fine-tuned one, accepts less; on a CPU, or for large "
-        "batches, a pass over a block costs more than a pass over one token, and little or nothing is gained. Output "
-        "is the target's own in every case.",
+        "batches, a pass over a block costs more than a pass over one token, and little or nothing is gained. "
+        "The output is the target's own: token for token in float32; in half precision it may differ where the "
+        "target's two best scores are a rounding step apart; sampled, it has the target's distribution.",
         "## Quick start",
         _usage(folder, config, name_of_base, repo_id or str(folder), revision),
         "## What it measures",
