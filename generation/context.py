@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The target's side: what a draft borrows from it (embedding, output head) and reads in it (context features)."""
 
+import copy
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -108,9 +109,9 @@ class TargetParts:
         """
         weight = self.output_head.weight
         # A weight that is offloaded has no device until it is used, a packed one not the dtype that it computes in.
-        whole = weight.is_floating_point() and weight.itemsize > 1
         hidden = hidden.to(
-            device=hidden.device if weight.is_meta else weight.device, dtype=weight.dtype if whole else self.dtype
+            device=hidden.device if weight.is_meta else weight.device,
+            dtype=self.dtype if _is_packed(weight) else weight.dtype,
         )
         if token_ids is None:
             logits = self.output_head(hidden)
@@ -126,6 +127,18 @@ class TargetParts:
             logits = torch.tanh(logits / cap) * cap
         return logits
 
+    def narrowed(self, token_ids: torch.LongTensor) -> "TargetParts | None":
+        """
+        The same parts with an output head for `token_ids` `[K]` alone: `logits` gives `[..., K]` at the cost of K
+        rows, of which it holds a copy. `None` where the head's rows cannot be taken out: offloaded, or quantised.
+        """
+        weight = self.output_head.weight
+        if weight.is_meta or _is_packed(weight) or type(self.output_head) is not nn.Linear:
+            return None
+        narrow = copy.copy(self)
+        narrow.output_head = linear_rows(self.output_head, token_ids)
+        return narrow
+
     @contextmanager
     def capture(self, layer_ids: list[int]) -> Iterator[ContextCapture]:
         """Listen to `layer_ids` (zero-based decoder layers) for as long as the context is open."""
@@ -136,6 +149,22 @@ class TargetParts:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _is_packed(weight: torch.Tensor) -> bool:
+    """Whether `weight` holds quantised numbers."""
+    return not (weight.is_floating_point() and weight.itemsize > 1)
+
+
+def linear_rows(linear: nn.Linear, rows: torch.LongTensor) -> nn.Linear:
+    """A projection to the outputs `rows` `[K]` of `linear` alone, with copies of their weights."""
+    narrow = nn.Linear(linear.in_features, len(rows), bias=linear.bias is not None, device="meta")
+    with torch.no_grad():
+        rows = rows.to(linear.weight.device)
+        narrow.weight = nn.Parameter(linear.weight[rows], requires_grad=False)
+        if linear.bias is not None:
+            narrow.bias = nn.Parameter(linear.bias[rows], requires_grad=False)
+    return narrow
 
 
 def vocabulary_size(module: nn.Module) -> int:

@@ -30,7 +30,7 @@ from .context import ContextCapture, TargetParts
 from .pace import Lockstep, OwnPace
 from .processors import are_row_wise, draft_processors
 from .record import Record
-from .rollout import DraftState, draft_hidden, rollout
+from .rollout import DraftState, Scorer, draft_hidden, rollout
 from .schedule import Experience, Schedule
 from .sequences import Proposal, Sequences
 from .verification import Verification, verify
@@ -179,7 +179,7 @@ class _Decoding:
     ):
         self.synced_gpus = synced_gpus
         self.draft, self.target, self.parts, self.capture = draft, target, parts, capture
-        self.generation_config, self.use_head = generation_config, use_head
+        self.generation_config, self.scorer = generation_config, Scorer(draft, parts, use_head)
         self.logits_processor, self.stopping_criteria, self.streamer = logits_processor, stopping_criteria, streamer
         self.draft_processors = draft_processors(logits_processor)
         self.do_sample = bool(generation_config.do_sample)
@@ -284,15 +284,7 @@ class _Decoding:
         self.context = []
         hidden = draft_hidden(self.draft, self.parts, self.draft_state, features, self.sequences.last(), visible)
         proposal = rollout(
-            self.draft,
-            self.parts,
-            hidden,
-            self.sequences,
-            budget,
-            self.draft_processors,
-            self.do_sample,
-            self.use_head,
-            self.schedule,
+            self.scorer, hidden, self.sequences, budget, self.draft_processors, self.do_sample, self.schedule
         )
         if self.pad_token_id is not None and any(self.stopped):
             # What ended rows will commit, so that the target reads what plain decoding has it read.

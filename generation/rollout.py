@@ -3,14 +3,18 @@
 """How does a draft propose? One backbone pass for the block, then the head's rollout, token by token."""
 
 import torch
+from torch import nn
 from transformers import LogitsProcessorList
 from transformers.cache_utils import DynamicCache
+from transformers.utils import logging
 
 from .cache import RaggedCache
-from .context import TargetParts
+from .context import TargetParts, linear_rows
 from .sampling import draw
 from .schedule import Schedule
 from .sequences import Proposal, Sequences
+
+logger = logging.get_logger(__name__)
 
 
 class DraftState:
@@ -92,53 +96,108 @@ def draft_hidden(
     return hidden
 
 
+class Scorer:
+    """
+    Scores what a draft may propose: all ids, or those of its shortlist.
+
+    Made once for a call of `generate`, with copies of the rows that a shortlist leaves of the two projections onto the
+    vocabulary (the target's output head, the last of the draft's own head).
+
+    Args:
+        draft (`DominoDraftModel`), target (`TargetParts`): the two models.
+        use_head (`bool`): `False` scores by the base logits alone (DFlash).
+    """
+
+    def __init__(self, draft, target: TargetParts, use_head: bool):
+        self.draft, self.target = draft, target
+        self.use_head = use_head and draft.config.has_head
+        self.token_ids: torch.LongTensor | None = None
+        self._projection: nn.Module | None = draft.embed_proj[2] if self.use_head else None
+        shortlist = draft.config.shortlist_ids
+        if shortlist is None:
+            return
+        token_ids = torch.tensor(shortlist)
+        if (narrow := target.narrowed(token_ids)) is None:
+            logger.warning_once(
+                "The draft's shortlist is of no effect: the target's output head is no plain linear layer, so that its "
+                "rows cannot be taken out."
+            )
+            return
+        self.target, self.token_ids = narrow, token_ids.to(target.output_head.weight.device)
+        if type(self._projection) is nn.Linear:
+            self._projection = linear_rows(self._projection, token_ids)
+
+    def base(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Base logits `[n, K, V]` of draft hidden `[n, K, H]`, V being what may be proposed."""
+        return self.target.logits(hidden)
+
+    def correction(self, hidden: torch.Tensor, prefix_state: torch.Tensor) -> torch.Tensor:
+        """What the head adds for hidden `[n, H]` after the tokens of `prefix_state` `[n, G]`: `[n, V]`."""
+        narrow = self._projection(self.draft.bottleneck(hidden, prefix_state))
+        if self.token_ids is not None and narrow.shape[-1] != len(self.token_ids):
+            # An adapter's share is not in the rows, so the projection was left whole.
+            return narrow[..., self.token_ids.to(narrow.device)]
+        return narrow
+
+    def ids(self, places: torch.LongTensor) -> torch.LongTensor:
+        """The ids whose scores stand at `places`."""
+        return places if self.token_ids is None else self.token_ids[places]
+
+    def spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits `[n, V]` over the whole vocabulary, where what may not be proposed has none."""
+        if self.token_ids is None:
+            return logits
+        whole = logits.new_full((len(logits), self.draft.config.vocab_size), -torch.inf)
+        whole[:, self.token_ids] = logits
+        return whole
+
+
 def rollout(
-    draft,
-    target: TargetParts,
+    scorer: Scorer,
     hidden: torch.Tensor,
     sequences: Sequences,
     num_proposals: int,
     logits_processor: LogitsProcessorList,
     do_sample: bool,
-    use_head: bool,
     schedule: Schedule,
 ) -> Proposal:
     """
     Choose proposals one after another: base logits, plus the head's correction given the tokens before.
 
     Args:
-        draft (`DominoDraftModel`), target (`TargetParts`): the two models.
+        scorer (`Scorer`): of the two models.
         hidden (`torch.Tensor` of shape `[n, B, H]`): from [`draft_hidden`].
         sequences (`Sequences` of n rows): committed tokens, the anchors last; proposals are written behind them.
         num_proposals (`int`): K, at most B with shifted labels, else B - 1.
         logits_processor: applied to the final logits, so that proposals obey what the target's choice will obey.
         do_sample (`bool`): draw each proposal from its processed distribution, rather than take the likeliest.
-        use_head (`bool`): `False` takes the base logits alone (DFlash).
         schedule (`Schedule`): may end the rollout before K proposals are made.
     """
-    config = draft.config
+    draft, config = scorer.draft, scorer.draft.config
     anchor = sequences.last()
     first = 0 if config.shift_label else 1
     hidden = hidden[:, first : first + num_proposals]
-    base_logits = target.logits(hidden)
-    use_head = use_head and config.has_head
+    base_logits = scorer.base(hidden)
     peaks = [base_logits.amax()]
 
-    if not use_head and not logits_processor and not do_sample and not schedule.watches:
-        return Proposal(base_logits.argmax(-1).to(anchor.device), finite=torch.isfinite(peaks[0]))
+    if not scorer.use_head and not logits_processor and not do_sample and not schedule.watches:
+        proposal_ids = scorer.ids(base_logits.argmax(-1)).to(anchor.device)
+        return Proposal(proposal_ids, finite=torch.isfinite(peaks[0]))
 
+    # Processors and draws see the whole vocabulary, as the target's own choice does.
+    spreads = bool(logits_processor) or do_sample
     rows = list(range(len(sequences)))
     token, prefix_state, proposal_ids, probabilities = anchor[:, 0], None, [], []
     for k in range(num_proposals):
         logits = base_logits[:, k]
-        if use_head:
+        if scorer.use_head:
             # The state reads every token, those of the pure draft prefix too.
-            prefix_state = draft.step(target.embed(token).to(hidden.device), prefix_state)
+            prefix_state = draft.step(scorer.target.embed(token).to(hidden.device), prefix_state)
             if k >= config.pure_draft_prefix_len:
-                logits = logits + draft.correction(hidden[:, k], prefix_state).to(logits)
+                logits = logits + scorer.correction(hidden[:, k], prefix_state).to(logits)
                 peaks.append(logits.amax())
-        if logits_processor or do_sample:
-            logits = logits.float().to(anchor.device)
+        if spreads:
+            logits = scorer.spread(logits).float().to(anchor.device)
         if logits_processor:
             processed = torch.empty_like(logits)
             for members, index, prefix in sequences.groups(rows, k):
@@ -150,13 +209,14 @@ def rollout(
             q = logits.softmax(-1)
             # Where nothing is left to draw from, any draw is as good as another: the target has the last word.
             q = torch.where(q.isnan(), 1 / q.shape[-1], q)
-            token = draw(q)
+            place = draw(q)
             probabilities.append(q)
         else:
-            token = logits.argmax(-1).to(anchor.device)
+            place = logits.argmax(-1)
+        token = (place if spreads else scorer.ids(place)).to(anchor.device)
         sequences.put(token, k)
         proposal_ids.append(token)
-        if k + 1 < num_proposals and not schedule.goes_on(logits, token):
+        if k + 1 < num_proposals and not schedule.goes_on(logits, place):
             break
     if not proposal_ids:
         return Proposal(anchor.new_empty(len(sequences), 0), finite=torch.isfinite(torch.stack(peaks)).all())

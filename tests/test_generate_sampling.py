@@ -214,6 +214,17 @@ def test_answers_are_distributed_as_the_target_alone_distributes_them(pair, name
     assert acceptance_length > 1, "no proposal was ever accepted, so nothing was tested"
 
 
+@pytest.mark.parametrize("name", ["temperature and top-k", "prefix constraint"])
+def test_a_draft_with_a_shortlist_changes_no_distribution(pair, name):
+    target, _ = pair
+    draft = make_draft(target, seed=4, mask_token_id=0, block_size=4)
+    draft.config.set_shortlist([1, 2, 5])
+    torch.manual_seed(23)
+    p_value, acceptance_length = compare_with_exact((target, draft), name, [4] * 150 + [100] * 20, lockstep=False)
+    assert p_value > LEVEL
+    assert acceptance_length > 1
+
+
 # Long answers, as `sampling_draws.py` counts them by the million
 
 

@@ -9,6 +9,7 @@ import torch
 from helpers import HIDDEN, MASK_TOKEN, VOCAB, make_draft, make_target, random_tokens
 
 from domino_spec.generation.context import TargetParts
+from domino_spec.modeling_domino import DominoDraftModel
 from domino_spec.training.arguments import DominoTrainingArguments
 from domino_spec.training.blocks import build_blocks, sample_anchors
 from domino_spec.training.data import ChatRow
@@ -239,6 +240,18 @@ class TestTrainer:
         assert trainer.token_ids.tolist() == sorted(trainer.token_ids.tolist())
         left_out = set(range(VOCAB)) - set(trainer.token_ids.tolist())
         assert max(counts[i] for i in left_out) <= min(counts[i] for i in trainer.token_ids)
+        assert trainer.model.config.shortlist is None
+
+    def test_the_draft_keeps_its_shortlist_where_asked(self, target, features, tmp_path):
+        trainer = make_trainer(target, features, tmp_path, shortlist_size=20, keep_shortlist=True)
+        trainer.train()
+        trainer.save_model()
+        again = DominoDraftModel.from_pretrained(tmp_path)
+        assert again.config.shortlist_ids == trainer.token_ids.tolist()
+
+    def test_a_shortlist_of_no_size_cannot_be_kept(self, tmp_path):
+        with pytest.raises(ValueError, match="`keep_shortlist` is true"):
+            DominoTrainingArguments(output_dir=str(tmp_path), use_cpu=True, keep_shortlist=True)
 
     @pytest.mark.parametrize(
         ("name", "value"),

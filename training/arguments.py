@@ -45,6 +45,10 @@ class DominoTrainingArguments(TrainingArguments):
     shortlist_size: int | None = field(
         default=None, metadata={"help": "Score only the ids supervised most often; null scores the whole vocabulary."}
     )
+    keep_shortlist: bool = field(
+        default=False,
+        metadata={"help": "Write the ids of `shortlist_size` into the draft, which then proposes no others."},
+    )
     pack_length: int | None = field(
         default=None,
         metadata={
@@ -79,6 +83,8 @@ class DominoTrainingArguments(TrainingArguments):
         for name in ("loss_chunk_size", "shortlist_size", "pack_length"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"`{name}` is {value}: give a positive number, or null.")
+        if self.keep_shortlist and self.shortlist_size is None:
+            raise ValueError("`keep_shortlist` is true, but there is none to keep: give `shortlist_size`.")
         if self.loss_decay_gamma is not None and self.loss_decay_gamma <= 0:
             raise ValueError(f"`loss_decay_gamma` is {self.loss_decay_gamma}: give a positive scale, or null for none.")
         if self.dpace_alpha is not None and self.loss_decay_gamma is not None:

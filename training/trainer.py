@@ -118,6 +118,8 @@ class DominoTrainer(Trainer):
             counts = train_dataset.token_counts(model.config.vocab_size)
             self.token_ids = counts.topk(min(args.shortlist_size, len(counts))).indices.sort().values
             self.token_ids = self.token_ids.to(args.device)
+            if args.keep_shortlist:
+                model_config(model).set_shortlist(self.token_ids.tolist())
         # Batches without a usable anchor: a zero contribution, counted.
         self.num_skipped = 0
         self._sums: dict[str, float] = defaultdict(float)

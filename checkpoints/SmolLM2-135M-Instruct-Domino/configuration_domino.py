@@ -2,8 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is a Domino draft? Its configuration, readable by every engine that knows the DFlash layout."""
 
+import base64
+import binascii
+from collections.abc import Iterable
 from typing import Any, Literal
 
+import numpy as np
 from huggingface_hub.dataclasses import strict
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.utils import logging
@@ -61,6 +65,10 @@ class DominoConfig(Qwen3Config):
             What a `sliding_attention` layer sees. `"causal"`: keys at most `sliding_window - 1` before the query,
             none after it (SpecForge's training, SGLang's serving). `"symmetric"`: keys nearer than `sliding_window`
             on either side (NeMo). `"none"`: the window is ignored (SpecForge's decode script).
+        shortlist (`str`, *optional*):
+            The only ids that the draft may propose, which makes its output head cheaper; the target may still choose
+            any. A bit for each id of the vocabulary, lowest first, in base64: see `shortlist_ids` and `set_shortlist`.
+            Other engines propose from the whole vocabulary.
         context_features (`"layer_output"`, defaults to `"layer_output"`):
             Stated for other engines: features are the raw outputs of the decoder layers, also for the last layer,
             whose entry in transformers' `hidden_states` is taken after the final norm instead.
@@ -83,6 +91,7 @@ class DominoConfig(Qwen3Config):
     gru_hidden_dim: int | None = None
     emb_dim: int | None = None
     sliding_window_rule: Literal["causal", "symmetric", "none"] | None = None
+    shortlist: str | None = None
     context_features: Literal["layer_output"] = "layer_output"
 
     def __post_init__(self, **kwargs):
@@ -116,6 +125,47 @@ class DominoConfig(Qwen3Config):
         """Whether the draft has the Domino head."""
         return self.projector_type == "domino"
 
+    @property
+    def shortlist_ids(self) -> list[int] | None:
+        """
+        The ids that the draft may propose, in order; `None` for the whole vocabulary.
+
+        Raises:
+            ValueError: when `shortlist` is not base64 of a bit for each id, or names no id of the vocabulary.
+        """
+        if self.shortlist is None:
+            return None
+        try:
+            packed = base64.b64decode(self.shortlist, validate=True)
+        except binascii.Error as error:
+            raise ValueError(f"`shortlist` is not base64 ({error}): remove it, or call `set_shortlist`.") from error
+        bits = np.unpackbits(np.frombuffer(packed, dtype=np.uint8), bitorder="little")
+        ids = np.flatnonzero(bits).tolist()
+        if len(packed) != -(-self.vocab_size // 8) or not ids or ids[-1] >= self.vocab_size:
+            raise ValueError(
+                f"`shortlist` holds {len(bits)} bits, {len(ids)} of them set, for a `vocab_size` of {self.vocab_size}: "
+                "it was made for another vocabulary. Remove it, or call `set_shortlist`."
+            )
+        return ids
+
+    def set_shortlist(self, token_ids: Iterable[int] | None):
+        """
+        Let the draft propose only `token_ids`; `None` for the whole vocabulary.
+
+        Raises:
+            ValueError: when there is none, or one outside the vocabulary.
+        """
+        if token_ids is None:
+            self.shortlist = None
+            return
+        ids = sorted({int(token_id) for token_id in token_ids})
+        if not ids or ids[0] < 0 or ids[-1] >= self.vocab_size:
+            found = f"ids from {ids[0]} to {ids[-1]}" if ids else "no id"
+            raise ValueError(f"A shortlist needs ids within 0..{self.vocab_size - 1}, but {found} came.")
+        bits = np.zeros(self.vocab_size, dtype=np.uint8)
+        bits[ids] = 1
+        self.shortlist = base64.b64encode(np.packbits(bits, bitorder="little").tobytes()).decode()
+
     def validate_draft(self):
         """Cross-field rules of a draft; runs with the other validators when the config is made."""
         size = self.block_size or 0
@@ -144,6 +194,7 @@ class DominoConfig(Qwen3Config):
             raise ValueError(
                 f"`layer_types` holds {unknown}: a draft's layers are 'full_attention' or 'sliding_attention'."
             )
+        self.shortlist_ids  # noqa: B018 - raises where it cannot be read
         if "sliding_attention" in self.layer_types and not self.sliding_window:
             raise ValueError(
                 f"`layer_types` holds sliding_attention but `sliding_window` is {self.sliding_window}: give its width."
@@ -200,6 +251,8 @@ class DominoConfig(Qwen3Config):
         output["auto_map"] = dict(AUTO_MAP)
         if "sliding_attention" not in self.layer_types:
             output.pop("sliding_window_rule")
+        if self.shortlist is None:
+            output.pop("shortlist")
         if not self.has_head:
             output = {k: v for k, v in output.items() if k not in HEAD_FIELDS or k == "shift_label"}
         output["dflash_config"] = {k: output[k] for k in NESTED_FIELDS if output.get(k) is not None}

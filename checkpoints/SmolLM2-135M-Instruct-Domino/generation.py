@@ -105,6 +105,7 @@ def make_output(cache: Cache, **values: Any) -> DominoGenerateOutput:
 # SPDX-License-Identifier: Apache-2.0
 """The target's side: what a draft borrows from it (embedding, output head) and reads in it (context features)."""
 
+import copy
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -211,9 +212,9 @@ class TargetParts:
         """
         weight = self.output_head.weight
         # A weight that is offloaded has no device until it is used, a packed one not the dtype that it computes in.
-        whole = weight.is_floating_point() and weight.itemsize > 1
         hidden = hidden.to(
-            device=hidden.device if weight.is_meta else weight.device, dtype=weight.dtype if whole else self.dtype
+            device=hidden.device if weight.is_meta else weight.device,
+            dtype=self.dtype if _is_packed(weight) else weight.dtype,
         )
         if token_ids is None:
             logits = self.output_head(hidden)
@@ -229,6 +230,18 @@ class TargetParts:
             logits = torch.tanh(logits / cap) * cap
         return logits
 
+    def narrowed(self, token_ids: torch.LongTensor) -> "TargetParts | None":
+        """
+        The same parts with an output head for `token_ids` `[K]` alone: `logits` gives `[..., K]` at the cost of K
+        rows, of which it holds a copy. `None` where the head's rows cannot be taken out: offloaded, or quantised.
+        """
+        weight = self.output_head.weight
+        if weight.is_meta or _is_packed(weight) or type(self.output_head) is not nn.Linear:
+            return None
+        narrow = copy.copy(self)
+        narrow.output_head = linear_rows(self.output_head, token_ids)
+        return narrow
+
     @contextmanager
     def capture(self, layer_ids: list[int]) -> Iterator[ContextCapture]:
         """Listen to `layer_ids` (zero-based decoder layers) for as long as the context is open."""
@@ -239,6 +252,22 @@ class TargetParts:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _is_packed(weight: torch.Tensor) -> bool:
+    """Whether `weight` holds quantised numbers."""
+    return not (weight.is_floating_point() and weight.itemsize > 1)
+
+
+def linear_rows(linear: nn.Linear, rows: torch.LongTensor) -> nn.Linear:
+    """A projection to the outputs `rows` `[K]` of `linear` alone, with copies of their weights."""
+    narrow = nn.Linear(linear.in_features, len(rows), bias=linear.bias is not None, device="meta")
+    with torch.no_grad():
+        rows = rows.to(linear.weight.device)
+        narrow.weight = nn.Parameter(linear.weight[rows], requires_grad=False)
+        if linear.bias is not None:
+            narrow.bias = nn.Parameter(linear.bias[rows], requires_grad=False)
+    return narrow
 
 
 def vocabulary_size(module: nn.Module) -> int:
@@ -1342,9 +1371,13 @@ class Schedule:
 """How does a draft propose? One backbone pass for the block, then the head's rollout, token by token."""
 
 import torch
+from torch import nn
 from transformers import LogitsProcessorList
 from transformers.cache_utils import DynamicCache
+from transformers.utils import logging
 
+
+logger = logging.get_logger(__name__)
 
 
 class DraftState:
@@ -1426,53 +1459,108 @@ def draft_hidden(
     return hidden
 
 
+class Scorer:
+    """
+    Scores what a draft may propose: all ids, or those of its shortlist.
+
+    Made once for a call of `generate`, with copies of the rows that a shortlist leaves of the two projections onto the
+    vocabulary (the target's output head, the last of the draft's own head).
+
+    Args:
+        draft (`DominoDraftModel`), target (`TargetParts`): the two models.
+        use_head (`bool`): `False` scores by the base logits alone (DFlash).
+    """
+
+    def __init__(self, draft, target: TargetParts, use_head: bool):
+        self.draft, self.target = draft, target
+        self.use_head = use_head and draft.config.has_head
+        self.token_ids: torch.LongTensor | None = None
+        self._projection: nn.Module | None = draft.embed_proj[2] if self.use_head else None
+        shortlist = draft.config.shortlist_ids
+        if shortlist is None:
+            return
+        token_ids = torch.tensor(shortlist)
+        if (narrow := target.narrowed(token_ids)) is None:
+            logger.warning_once(
+                "The draft's shortlist is of no effect: the target's output head is no plain linear layer, so that its "
+                "rows cannot be taken out."
+            )
+            return
+        self.target, self.token_ids = narrow, token_ids.to(target.output_head.weight.device)
+        if type(self._projection) is nn.Linear:
+            self._projection = linear_rows(self._projection, token_ids)
+
+    def base(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Base logits `[n, K, V]` of draft hidden `[n, K, H]`, V being what may be proposed."""
+        return self.target.logits(hidden)
+
+    def correction(self, hidden: torch.Tensor, prefix_state: torch.Tensor) -> torch.Tensor:
+        """What the head adds for hidden `[n, H]` after the tokens of `prefix_state` `[n, G]`: `[n, V]`."""
+        narrow = self._projection(self.draft.bottleneck(hidden, prefix_state))
+        if self.token_ids is not None and narrow.shape[-1] != len(self.token_ids):
+            # An adapter's share is not in the rows, so the projection was left whole.
+            return narrow[..., self.token_ids.to(narrow.device)]
+        return narrow
+
+    def ids(self, places: torch.LongTensor) -> torch.LongTensor:
+        """The ids whose scores stand at `places`."""
+        return places if self.token_ids is None else self.token_ids[places]
+
+    def spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits `[n, V]` over the whole vocabulary, where what may not be proposed has none."""
+        if self.token_ids is None:
+            return logits
+        whole = logits.new_full((len(logits), self.draft.config.vocab_size), -torch.inf)
+        whole[:, self.token_ids] = logits
+        return whole
+
+
 def rollout(
-    draft,
-    target: TargetParts,
+    scorer: Scorer,
     hidden: torch.Tensor,
     sequences: Sequences,
     num_proposals: int,
     logits_processor: LogitsProcessorList,
     do_sample: bool,
-    use_head: bool,
     schedule: Schedule,
 ) -> Proposal:
     """
     Choose proposals one after another: base logits, plus the head's correction given the tokens before.
 
     Args:
-        draft (`DominoDraftModel`), target (`TargetParts`): the two models.
+        scorer (`Scorer`): of the two models.
         hidden (`torch.Tensor` of shape `[n, B, H]`): from [`draft_hidden`].
         sequences (`Sequences` of n rows): committed tokens, the anchors last; proposals are written behind them.
         num_proposals (`int`): K, at most B with shifted labels, else B - 1.
         logits_processor: applied to the final logits, so that proposals obey what the target's choice will obey.
         do_sample (`bool`): draw each proposal from its processed distribution, rather than take the likeliest.
-        use_head (`bool`): `False` takes the base logits alone (DFlash).
         schedule (`Schedule`): may end the rollout before K proposals are made.
     """
-    config = draft.config
+    draft, config = scorer.draft, scorer.draft.config
     anchor = sequences.last()
     first = 0 if config.shift_label else 1
     hidden = hidden[:, first : first + num_proposals]
-    base_logits = target.logits(hidden)
-    use_head = use_head and config.has_head
+    base_logits = scorer.base(hidden)
     peaks = [base_logits.amax()]
 
-    if not use_head and not logits_processor and not do_sample and not schedule.watches:
-        return Proposal(base_logits.argmax(-1).to(anchor.device), finite=torch.isfinite(peaks[0]))
+    if not scorer.use_head and not logits_processor and not do_sample and not schedule.watches:
+        proposal_ids = scorer.ids(base_logits.argmax(-1)).to(anchor.device)
+        return Proposal(proposal_ids, finite=torch.isfinite(peaks[0]))
 
+    # Processors and draws see the whole vocabulary, as the target's own choice does.
+    spreads = bool(logits_processor) or do_sample
     rows = list(range(len(sequences)))
     token, prefix_state, proposal_ids, probabilities = anchor[:, 0], None, [], []
     for k in range(num_proposals):
         logits = base_logits[:, k]
-        if use_head:
+        if scorer.use_head:
             # The state reads every token, those of the pure draft prefix too.
-            prefix_state = draft.step(target.embed(token).to(hidden.device), prefix_state)
+            prefix_state = draft.step(scorer.target.embed(token).to(hidden.device), prefix_state)
             if k >= config.pure_draft_prefix_len:
-                logits = logits + draft.correction(hidden[:, k], prefix_state).to(logits)
+                logits = logits + scorer.correction(hidden[:, k], prefix_state).to(logits)
                 peaks.append(logits.amax())
-        if logits_processor or do_sample:
-            logits = logits.float().to(anchor.device)
+        if spreads:
+            logits = scorer.spread(logits).float().to(anchor.device)
         if logits_processor:
             processed = torch.empty_like(logits)
             for members, index, prefix in sequences.groups(rows, k):
@@ -1484,13 +1572,14 @@ def rollout(
             q = logits.softmax(-1)
             # Where nothing is left to draw from, any draw is as good as another: the target has the last word.
             q = torch.where(q.isnan(), 1 / q.shape[-1], q)
-            token = draw(q)
+            place = draw(q)
             probabilities.append(q)
         else:
-            token = logits.argmax(-1).to(anchor.device)
+            place = logits.argmax(-1)
+        token = (place if spreads else scorer.ids(place)).to(anchor.device)
         sequences.put(token, k)
         proposal_ids.append(token)
-        if k + 1 < num_proposals and not schedule.goes_on(logits, token):
+        if k + 1 < num_proposals and not schedule.goes_on(logits, place):
             break
     if not proposal_ids:
         return Proposal(anchor.new_empty(len(sequences), 0), finite=torch.isfinite(torch.stack(peaks)).all())
@@ -1664,7 +1753,7 @@ class _Decoding:
     ):
         self.synced_gpus = synced_gpus
         self.draft, self.target, self.parts, self.capture = draft, target, parts, capture
-        self.generation_config, self.use_head = generation_config, use_head
+        self.generation_config, self.scorer = generation_config, Scorer(draft, parts, use_head)
         self.logits_processor, self.stopping_criteria, self.streamer = logits_processor, stopping_criteria, streamer
         self.draft_processors = draft_processors(logits_processor)
         self.do_sample = bool(generation_config.do_sample)
@@ -1769,15 +1858,7 @@ class _Decoding:
         self.context = []
         hidden = draft_hidden(self.draft, self.parts, self.draft_state, features, self.sequences.last(), visible)
         proposal = rollout(
-            self.draft,
-            self.parts,
-            hidden,
-            self.sequences,
-            budget,
-            self.draft_processors,
-            self.do_sample,
-            self.use_head,
-            self.schedule,
+            self.scorer, hidden, self.sequences, budget, self.draft_processors, self.do_sample, self.schedule
         )
         if self.pad_token_id is not None and any(self.stopped):
             # What ended rows will commit, so that the target reads what plain decoding has it read.

@@ -377,13 +377,17 @@ class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
         Returns:
             Correction logits `[..., V]`, or `[..., K]`.
         """
-        fused = torch.cat([draft_hidden, prefix_state], dim=-1)
+        narrow = self.bottleneck(draft_hidden, prefix_state)
         if token_ids is None:
-            return self.embed_proj(fused)
+            return self.embed_proj[2](narrow)
         if type(self.embed_proj[2]) is not nn.Linear:
             # An adapter's share is not in the weight.
-            return self.embed_proj(fused)[..., token_ids]
-        return nn.functional.linear(self.embed_proj[:2](fused), self.embed_proj[2].weight[token_ids])
+            return self.embed_proj[2](narrow)[..., token_ids]
+        return nn.functional.linear(narrow, self.embed_proj[2].weight[token_ids])
+
+    def bottleneck(self, draft_hidden: torch.Tensor, prefix_state: torch.Tensor) -> torch.Tensor:
+        """The correction before its last projection, onto the vocabulary: `silu(W1 [hidden ; state])`, `[..., E]`."""
+        return self.embed_proj[1](self.embed_proj[0](torch.cat([draft_hidden, prefix_state], dim=-1)))
 
     def resize_token_embeddings(self, new_num_tokens: int, *args, **kwargs) -> nn.Module | None:
         """
@@ -407,7 +411,9 @@ class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
                 f"A vocabulary of {new_num_tokens} has no room for the draft's mask token (`mask_token_id` "
                 f"{self.config.mask_token_id} in its config), which its backbone was trained with: keep more ids."
             )
+        kept_ids = [token_id for token_id in self.config.shortlist_ids or () if token_id < new_num_tokens]
         self.config.vocab_size = new_num_tokens
+        self.config.set_shortlist(kept_ids or None)
         if not self.config.has_head:
             return None
         old = self.embed_proj[2]
