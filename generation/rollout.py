@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How does a draft propose? One backbone pass for the block, then the head's rollout, token by token."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import LogitsProcessorList
@@ -112,7 +114,7 @@ class Scorer:
         self.draft, self.target = draft, target
         self.use_head = use_head and draft.config.has_head
         self.token_ids: torch.LongTensor | None = None
-        self._projection: nn.Module | None = draft.embed_proj[2] if self.use_head else None
+        self._projection: Any = draft.embed_proj[2] if self.use_head else None
         shortlist = draft.config.shortlist_ids
         if shortlist is None:
             return
