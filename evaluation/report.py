@@ -150,6 +150,23 @@ def acceptance_length(calls: Iterable[Call]) -> dict[str, Any]:
     }
 
 
+def acceptance_by_position(histogram: Mapping[Any, int]) -> list[float]:
+    """
+    How often the first, second, ... proposal of a round was taken where those before it were.
+
+    Args:
+        histogram: rounds by the tokens they committed, as [`acceptance_length`] counts them; keys may be strings.
+
+    Returns:
+        One share for each position that any round reached.
+    """
+    rounds = {int(length): count for length, count in histogram.items()}
+    reached = [
+        sum(count for length, count in rounds.items() if length >= k) for k in range(1, max(rounds, default=0) + 1)
+    ]
+    return [taken / tried for tried, taken in itertools.pairwise(reached)]
+
+
 def summarise(results: Sequence[PromptResult]) -> dict[str, Any]:
     """
     The `QUANTITIES` over `results`, which must not be empty.

@@ -22,7 +22,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from ..configuration_domino import DominoConfig
 from ..evaluation.cost import cost_of
-from ..evaluation.report import format_number
+from ..evaluation.report import acceptance_by_position, format_number
 from ..training.arguments import RECORD
 from .sglang import check_serving, launch_command
 
@@ -199,6 +199,15 @@ def _measured(bench: Mapping[str, Any] | None) -> str:
                 format_number(domino["ratio"]),
             ]
             lines.append(f"| {' | '.join(cells)} |")
+        taken = {
+            name: acceptance_by_position(bench["overall"]["runs"][run]["acceptance_length"]["histogram"])
+            for name, run in (("head", "domino"), ("head off", "base_only"))
+        }
+        deepest = max(map(len, taken.values()))
+        lines += ["", f"| proposal | {' | '.join(map(str, range(1, deepest + 1)))} |", "|---" * (deepest + 1) + "|"]
+        for name, shares in taken.items():
+            cells = [f"{share:.2f}" for share in shares] + ["-"] * (deepest - len(shares))
+            lines.append(f"| {' | '.join([name, *cells])} |")
         same = f"{bench['overall']['runs']['domino']['identical']} of {bench['overall']['prompts']}"
         where = machine["gpu"] or f"{machine['cores']} cores of {machine['cpu']}"
         conditions = (
@@ -210,7 +219,8 @@ def _measured(bench: Mapping[str, Any] | None) -> str:
         raise ValueError(f"`bench` is not a results file of `domino-spec bench --output`: it lacks {error}.") from error
     return "\n".join(lines) + (
         "\n\nAcceptance length: tokens per pass of the target, the token of the prefill not counted. Head off: the "
-        f"same with the backbone's guesses alone. Greedy, {conditions}"
+        "same with the backbone's guesses alone. Second table: how often each proposal of a block is taken where those "
+        f"before it were. Greedy, {conditions}"
     )
 
 

@@ -98,6 +98,13 @@ def test_acceptance_length_divides_the_sums_not_the_means():
     assert uneven["mean"] == 11 / 4
 
 
+def test_acceptance_by_position_counts_the_rounds_that_got_so_far():
+    # 10 rounds, of which 6 took the first proposal, 3 the second too, and 3 all three.
+    assert report.acceptance_by_position({"1": 4, 2: 3, 4: 3}) == [0.6, 0.5, 1.0]
+    assert report.acceptance_by_position({1: 5}) == []
+    assert report.acceptance_by_position({}) == []
+
+
 def test_an_answer_of_the_prefill_alone_has_no_acceptance_length():
     assert report.acceptance_length([Call((2,), 1.0, ())])["mean"] is None
 

@@ -26,7 +26,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def run_numbers(mean, rate, **more):
-    return {"acceptance_length": {"mean": mean}, "tokens_per_second": rate, **more}
+    length = {"mean": mean, "histogram": {"1": 20, "2": 10, "4": 10}}
+    return {"acceptance_length": length, "tokens_per_second": rate, **more}
 
 
 def bench_results():
@@ -90,6 +91,7 @@ def test_nothing_is_claimed_that_is_not_known(folder):
 def test_numbers_stand_with_their_conditions(folder):
     text = hub.model_card(folder, BASE, bench=bench_results()).text
     assert "| gsm8k | 8 | 2.35 | 2.10 | 20.0 | 31.0 | 1.55 |" in text or "| gsm8k | 8 | 2.34 | 2.10 | 20.0" in text
+    assert "| proposal | 1 | 2 | 3 |\n|---|---|---|---|\n| head | 0.50 | 0.50 | 1.00 |" in text
     for condition in ("float32", "at most 128 new tokens", "7 of 8 answers", "2 cores of Some CPU", "torch 2.13.0"):
         assert condition in text, condition
 
