@@ -30,10 +30,12 @@ from transformers.models.qwen3.modeling_qwen3 import (
     eager_attention_forward,
     rotate_half,
 )
-from transformers.utils import GENERATION_CONFIG_NAME, cached_file
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file, logging
 
 from .configuration_domino import DominoConfig
 from .generation import DominoDecodingMixin
+
+logger = logging.get_logger(__name__)
 
 _IF_THERE = {f"_raise_exceptions_for_{what}": False for what in ("gated_repo", "missing_entries", "connection_errors")}
 
@@ -377,13 +379,13 @@ class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
         Returns:
             Correction logits `[..., V]`, or `[..., K]`.
         """
-        narrow = self.bottleneck(draft_hidden, prefix_state)
+        fused = torch.cat([draft_hidden, prefix_state], dim=-1)
         if token_ids is None:
-            return self.embed_proj[2](narrow)
-        if type(self.embed_proj[2]) is not nn.Linear:
+            return self.embed_proj(fused)
+        if type(self.embed_proj) is not nn.Sequential or type(self.embed_proj[2]) is not nn.Linear:
             # An adapter's share is not in the weight.
-            return self.embed_proj[2](narrow)[..., token_ids]
-        return nn.functional.linear(narrow, self.embed_proj[2].weight[token_ids])
+            return self.embed_proj(fused)[..., token_ids]
+        return nn.functional.linear(self.bottleneck(draft_hidden, prefix_state), self.embed_proj[2].weight[token_ids])
 
     def bottleneck(self, draft_hidden: torch.Tensor, prefix_state: torch.Tensor) -> torch.Tensor:
         """The correction before its last projection, onto the vocabulary: `silu(W1 [hidden ; state])`, `[..., E]`."""
@@ -412,6 +414,8 @@ class DominoDraftModel(DominoDecodingMixin, PreTrainedModel):
                 f"{self.config.mask_token_id} in its config), which its backbone was trained with: keep more ids."
             )
         kept_ids = [token_id for token_id in self.config.shortlist_ids or () if token_id < new_num_tokens]
+        if self.config.shortlist is not None and not kept_ids:
+            logger.warning("No id of the draft's shortlist is left: it proposes from the whole vocabulary now.")
         self.config.vocab_size = new_num_tokens
         self.config.set_shortlist(kept_ids or None)
         if not self.config.has_head:

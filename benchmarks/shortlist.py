@@ -7,8 +7,8 @@
 
 For each size the draft proposes from the ids that the target's answers in `--text` hold most often. All sizes and the
 whole vocabulary answer each prompt in turn. Reported are the share of the text's tokens that a list covers, the
-acceptance length, and the time per round and tokens per second after the prefill beside the whole vocabulary, as
-medians over prompts. Answers are the target's whatever the list; that they are is checked.
+acceptance length, and the time per round after the prefill and tokens per second of whole calls beside the whole
+vocabulary, as medians over prompts. Answers are the target's whatever the list; that they are is checked.
 
 `--write` stores the list of the size that wrote most tokens per second in the draft's folder.
 """
@@ -17,6 +17,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -41,6 +42,9 @@ def main():
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
 
+    folder = Path(default_draft_path() if args.draft == "default" else args.draft)
+    if args.write and not folder.is_dir():
+        parser.error(f"--write needs the draft in a folder, and {args.draft} is none: download it first")
     target, tokenizer, draft = load_pair(args.target, args.draft, torch.float32)
     config = draft.config
     rows = [row for source in args.text for row in load_rows(source, tokenizer, 1 << 20, config.vocab_size)[0]]
@@ -54,10 +58,11 @@ def main():
     for turn, prompt in enumerate(prompts):
         inputs, answers = encode(tokenizer, prompt.text), set()
         sizes = list(lists)
-        # The first call of all warms up: its size comes again at the end of the turn.
+        # The first call of all warms up, and is made again.
         order = sizes[turn % len(sizes) :] + sizes[: turn % len(sizes)]
         for size in [*order[:1], *order] if turn == 0 else order:
             config.set_shortlist(lists[size])
+            started = time.perf_counter()
             output = target.generate(
                 **inputs,
                 assistant_model=draft,
@@ -65,26 +70,27 @@ def main():
                 max_new_tokens=args.max_new_tokens,
                 return_dict_in_generate=True,
             )
+            seconds = time.perf_counter() - started
             lengths = output.acceptance_lengths[0]
-            seconds = sum(output.seconds.values()) - output.seconds["prefill"]
-            measured = {"rounds": len(lengths), "tokens": int(lengths.sum()), "seconds": seconds}
-            found[size] = [*found[size][:turn], measured]
+            call = {"rounds": len(lengths), "tokens": int(lengths.sum()), "seconds": seconds}
+            call["round_seconds"] = (seconds - output.seconds["prefill"]) / max(1, len(lengths))
+            found[size] = [*found[size][:turn], call]
             answers.add(tuple(output.sequences[0].tolist()))
         if len(answers) > 1:
             raise SystemExit(f"{prompt.id} was answered in {len(answers)} ways.")
         print(f"{turn + 1}/{len(prompts)}", file=sys.stderr)
 
-    def against_whole(size: int, of: str) -> float:
+    def beside_whole(size: int, what: str) -> float:
         pairs = zip(found[size], found[config.vocab_size], strict=True)
-        return statistics.median((a["seconds"] / a[of]) / (b["seconds"] / b[of]) for a, b in pairs)
+        return statistics.median(a[what] / b[what] for a, b in pairs if b[what])
 
     measured = {
         size: {
             "covered": float(counts[lists[size] or slice(None)].sum() / counts.sum()),
             "acceptance_length": sum(c["tokens"] for c in calls) / sum(c["rounds"] for c in calls),
-            "round_ms": 1000 * statistics.median(c["seconds"] / c["rounds"] for c in calls),
-            "round_ratio": against_whole(size, "rounds"),
-            "rate_ratio": 1 / against_whole(size, "tokens"),
+            "round_ms": 1000 * statistics.median(c["round_seconds"] for c in calls),
+            "round_ratio": beside_whole(size, "round_seconds"),
+            "rate_ratio": 1 / beside_whole(size, "seconds"),
         }
         for size, calls in found.items()
     }
@@ -112,12 +118,13 @@ def main():
         best = max(measured, key=lambda size: measured[size]["rate_ratio"])
         config.set_shortlist(lists[best])
         # The config alone: the weights stay as they are on disk, byte for byte.
-        path = Path(default_draft_path() if args.draft == "default" else args.draft)
-        written = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         written.pop("shortlist", None)
         if config.shortlist is not None:
             written["shortlist"] = config.shortlist
-        (path / "config.json").write_text(json.dumps(dict(sorted(written.items())), indent=2) + "\n", encoding="utf-8")
+        (folder / "config.json").write_text(
+            json.dumps(dict(sorted(written.items())), indent=2) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

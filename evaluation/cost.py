@@ -85,7 +85,11 @@ def cost_of(config: DominoConfig, target_config: PretrainedConfig | None = None)
         read -= embedding.weight.numel()
     target_width = _width(target_config.dtype)
     step = read * target_width
-    drafting = output_head.weight.numel() * target_width + (backbone + head * cost.corrected) * width
+    # Of the two projections onto the vocabulary, only the rows of a shortlist are read.
+    listed = 1.0 if config.shortlist_ids is None else len(config.shortlist_ids) / config.vocab_size
+    unread = int((1 - listed) * sizes.get("embed_proj.2.weight", 0))
+    drafting = int(listed * output_head.weight.numel()) * target_width
+    drafting += (backbone + (head - unread) * cost.corrected) * width
     return replace(cost, step_bytes=step, round_bytes=step + drafting)
 
 

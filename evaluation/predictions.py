@@ -136,7 +136,9 @@ class Predictions:
         self.parts = TargetParts(target)
         near = {i + step for i in draft.config.require_complete() for step in (-1, 0, 1)}
         self.layers = sorted(near & set(range(len(self.parts.layers))))
-        self.shortlist = torch.cat([answer.ids for answer in answers]).unique()
+        self.occurring = torch.cat([answer.ids for answer in answers]).unique()
+        listed = draft.config.shortlist_ids
+        self.proposable = None if listed is None else torch.tensor(listed, device=self.occurring.device)
         self.features = []
         for answer in answers:
             found = target_features(target, self.parts, answer.ids[None], self.layers)["context_hidden_states"]
@@ -157,11 +159,11 @@ class Predictions:
             setting: what the draft's config and rotation are set to, and remain at.
             draft: the same draft in another dtype, instead of the pair's.
             foreign: take the context features of another answer, or the head's tokens of another block.
-            every_id: score all ids, as generation does. Those that occur in the answers are enough to compare losses,
-                and far quicker.
+            every_id: score all ids that the draft may propose, as generation does. Those that occur in the answers are
+                enough to compare losses, and far quicker.
         """
         draft = draft or self.draft
-        config, device = draft.config, self.shortlist.device
+        config, device = draft.config, self.occurring.device
         block_size = int(config.block_size or 0)
         config.mask_token_id, config.shift_label = setting.mask_token_id, setting.shift_label
         if config.rope_parameters["rope_theta"] != setting.rope_theta:
@@ -181,7 +183,9 @@ class Predictions:
             features = self.features[(number + (foreign == "context")) % len(self.features)]
             context = features[places % len(features)][:, picked].flatten(-2)
             hidden = teacher_forced_hidden(draft, self.parts, blocks, anchors, context[None])
-            output = domino_loss(draft, self.parts, blocks, hidden, 0.0, None if every_id else self.shortlist)
+            output = domino_loss(
+                draft, self.parts, blocks, hidden, 0.0, self.proposable if every_id else self.occurring
+            )
             lengths = [output.sums[name] / output.counts[name] for name in ("base_accept_len", "accept_len")]
             results.append(torch.stack([output.base_loss, output.final_loss, *lengths]).cpu())
         self.on_pass()

@@ -158,7 +158,8 @@ def acceptance_by_position(histogram: Mapping[Any, int]) -> list[float]:
         histogram: rounds by the tokens they committed, as [`acceptance_length`] counts them; keys may be strings.
 
     Returns:
-        One share for each position that any round reached.
+        One share for each position that any round reached. A round that the end of the answer cut short counts as if
+        its next proposal had been refused.
     """
     rounds = {int(length): count for length, count in histogram.items()}
     reached = [

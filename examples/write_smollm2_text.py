@@ -191,7 +191,7 @@ QUESTIONS = [
     "Write a dialogue between two friends about {}.",
     "Imagine you are a journalist. Write a headline and an opening paragraph about {}.",
 ]
-# "@" stands for a digit, "@@" for a number of one or two.
+# "@" stands for a digit, "@@" for a number up to 60; together, "@@@" is a number of two or three.
 MATHEMATICS = [
     "Solve for $x$: $@x + @@ = @@x - @$.",
     "If $@x + @y = @@$ and $@x - y = @$, what is the value of $x + y$?",
@@ -316,12 +316,11 @@ def main():
     args = parser.parse_args()
     target, tokenizer = load_default_target(dtype=torch.bfloat16)
     held_out = {words(prompt.messages[0]["content"]) for path in args.without for prompt in read_prompts(path)}
-    prompts = [
-        text for text in make_prompts(args.num_prompts, args.questions, args.seed) if words(text) not in held_out
-    ]
+    prompts = make_prompts(args.num_prompts, args.questions, args.seed)
     asked = [
         Prompt(f"{args.seed}/{i}", [{"role": "user", "content": text}], 0.7 if i % 4 == 3 else 0.0)
         for i, text in enumerate(prompts)
+        if words(text) not in held_out
     ]
     first, every = args.part
     answerer = LocalTarget(target, tokenizer, batch_size=args.batch_size, seed=args.seed)

@@ -130,13 +130,13 @@ class TargetParts:
     def narrowed(self, token_ids: torch.LongTensor) -> "TargetParts | None":
         """
         The same parts with an output head for `token_ids` `[K]` alone: `logits` gives `[..., K]` at the cost of K
-        rows, of which it holds a copy. `None` where the head's rows cannot be taken out: offloaded, or quantised.
+        rows, of which it holds a copy. `None` where the head's rows cannot be taken out, see [`linear_rows`].
         """
-        weight = self.output_head.weight
-        if weight.is_meta or _is_packed(weight) or type(self.output_head) is not nn.Linear:
+        rows = linear_rows(self.output_head, token_ids)
+        if rows is None:
             return None
         narrow = copy.copy(self)
-        narrow.output_head = linear_rows(self.output_head, token_ids)
+        narrow.output_head = rows
         return narrow
 
     @contextmanager
@@ -156,8 +156,16 @@ def _is_packed(weight: torch.Tensor) -> bool:
     return not (weight.is_floating_point() and weight.itemsize > 1)
 
 
-def linear_rows(linear: nn.Linear, rows: torch.LongTensor) -> nn.Linear:
-    """A projection to the outputs `rows` `[K]` of `linear` alone, with copies of their weights."""
+def linear_rows(linear: nn.Module, rows: torch.LongTensor) -> nn.Linear | None:
+    """
+    A projection to the outputs `rows` `[K]` of `linear` alone, with copies of their weights; `None` where it is more
+    than a matrix at hand: with an adapter, quantised, offloaded, or shared among devices.
+    """
+    if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or _is_packed(linear.weight):
+        return None
+    # Of a weight that is elsewhere, the place is empty.
+    if linear.weight.is_meta or linear.weight.shape != (linear.out_features, linear.in_features):
+        return None
     narrow = nn.Linear(linear.in_features, len(rows), bias=linear.bias is not None, device="meta")
     with torch.no_grad():
         rows = rows.to(linear.weight.device)

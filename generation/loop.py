@@ -177,6 +177,7 @@ class _Decoding:
         synced_gpus: bool,
         model_kwargs: dict[str, Any],
     ):
+        self.started = time.perf_counter()
         self.synced_gpus = synced_gpus
         self.draft, self.target, self.parts, self.capture = draft, target, parts, capture
         self.generation_config, self.scorer = generation_config, Scorer(draft, parts, use_head)
@@ -199,7 +200,6 @@ class _Decoding:
         self.acceptance_lengths: list[list[int]] = [[] for _ in range(self.num_rows)]
         self.num_streamed = 0
         self.seconds = {"prefill": 0.0, "draft": 0.0, "verify": 0.0}
-        self.started = time.perf_counter()
 
     # Prefill
 

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How does a draft propose? One backbone pass for the block, then the head's rollout, token by token."""
 
-from typing import Any
-
 import torch
 from torch import nn
 from transformers import LogitsProcessorList
@@ -114,20 +112,21 @@ class Scorer:
         self.draft, self.target = draft, target
         self.use_head = use_head and draft.config.has_head
         self.token_ids: torch.LongTensor | None = None
-        self._projection: Any = draft.embed_proj[2] if self.use_head else None
+        # The rows of the head's last projection; `None` where the draft scores by itself.
+        self._rows: nn.Linear | None = None
         shortlist = draft.config.shortlist_ids
         if shortlist is None:
             return
         token_ids = torch.tensor(shortlist)
         if (narrow := target.narrowed(token_ids)) is None:
             logger.warning_once(
-                "The draft's shortlist is of no effect: the target's output head is no plain linear layer, so that its "
-                "rows cannot be taken out."
+                "The draft's shortlist is of no effect: the target's output head is not a matrix at hand (it is "
+                "quantised, offloaded, shared among devices, or has an adapter), so that its rows cannot be taken out."
             )
             return
         self.target, self.token_ids = narrow, token_ids.to(target.output_head.weight.device)
-        if type(self._projection) is nn.Linear:
-            self._projection = linear_rows(self._projection, token_ids)
+        if self.use_head and type(draft.embed_proj) is nn.Sequential:
+            self._rows = linear_rows(draft.embed_proj[2], token_ids)
 
     def base(self, hidden: torch.Tensor) -> torch.Tensor:
         """Base logits `[n, K, V]` of draft hidden `[n, K, H]`, V being what may be proposed."""
@@ -135,11 +134,10 @@ class Scorer:
 
     def correction(self, hidden: torch.Tensor, prefix_state: torch.Tensor) -> torch.Tensor:
         """What the head adds for hidden `[n, H]` after the tokens of `prefix_state` `[n, G]`: `[n, V]`."""
-        narrow = self._projection(self.draft.bottleneck(hidden, prefix_state))
-        if self.token_ids is not None and narrow.shape[-1] != len(self.token_ids):
-            # An adapter's share is not in the rows, so the projection was left whole.
-            return narrow[..., self.token_ids.to(narrow.device)]
-        return narrow
+        if self._rows is not None:
+            return self._rows(self.draft.bottleneck(hidden, prefix_state))
+        token_ids = None if self.token_ids is None else self.token_ids.to(hidden.device)
+        return self.draft.correction(hidden, prefix_state, token_ids)
 
     def ids(self, places: torch.LongTensor) -> torch.LongTensor:
         """The ids whose scores stand at `places`."""

@@ -204,8 +204,9 @@ def _measured(bench: Mapping[str, Any] | None) -> str:
             for name, run in (("head", "domino"), ("head off", "base_only"))
         }
         deepest = max(map(len, taken.values()))
-        lines += ["", f"| proposal | {' | '.join(map(str, range(1, deepest + 1)))} |", "|---" * (deepest + 1) + "|"]
-        for name, shares in taken.items():
+        if deepest:
+            lines += ["", f"| proposal | {' | '.join(map(str, range(1, deepest + 1)))} |", "|---" * (deepest + 1) + "|"]
+        for name, shares in taken.items() if deepest else ():
             cells = [f"{share:.2f}" for share in shares] + ["-"] * (deepest - len(shares))
             lines.append(f"| {' | '.join([name, *cells])} |")
         same = f"{bench['overall']['runs']['domino']['identical']} of {bench['overall']['prompts']}"
@@ -220,7 +221,7 @@ def _measured(bench: Mapping[str, Any] | None) -> str:
     return "\n".join(lines) + (
         "\n\nAcceptance length: tokens per pass of the target, the token of the prefill not counted. Head off: the "
         "same with the backbone's guesses alone. Second table: how often each proposal of a block is taken where those "
-        f"before it were. Greedy, {conditions}"
+        f"before it were; a round that the answer's end cut short counts as refused there. Greedy, {conditions}"
     )
 
 

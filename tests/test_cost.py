@@ -46,6 +46,17 @@ def test_a_round_reads_target_backbone_output_head_and_the_head_for_each_correct
     assert cost.break_even == cost.round_bytes / cost.step_bytes
 
 
+def test_a_shortlist_leaves_rows_of_both_projections_unread():
+    target = make_target("qwen3", dtype=torch.float32)
+    draft = make_draft(target)
+    whole = cost_of(draft.config, target.config)
+    draft.config.set_shortlist(range(0, V, 4))
+    listed = cost_of(draft.config, target.config)
+    saved = V * 3 // 4 * (H + 4 * draft.config.emb_dim)
+    assert listed.round_bytes == whole.round_bytes - 4 * saved
+    assert listed.draft_bytes == whole.draft_bytes
+
+
 def test_a_draft_without_head_corrects_nothing():
     target = make_target("qwen3", dtype=torch.float32)
     cost = cost_of(make_draft(target, head=False).config, target.config)

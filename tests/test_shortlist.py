@@ -8,10 +8,11 @@ from batching import GoodBatchDraft
 from helpers import ARCHITECTURES, VOCAB, draft_config, make_draft, make_target, random_tokens
 from passes import close
 from peft import LoraConfig, get_peft_model
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 from domino_spec.configuration_domino import DominoConfig
-from domino_spec.generation.context import TargetParts
+from domino_spec.generation.context import TargetParts, linear_rows
 from domino_spec.generation.rollout import Scorer
 from domino_spec.modeling_domino import DominoDraftModel
 
@@ -64,7 +65,7 @@ class TestConfig:
         assert draft.config.shortlist_ids == [5, 70, 95]
         draft.resize_token_embeddings(80)
         assert draft.config.shortlist_ids == [5, 70]
-        draft.resize_token_embeddings(5)
+        draft.resize_token_embeddings(5)  # with a warning
         assert draft.config.shortlist_ids is None
 
 
@@ -149,9 +150,17 @@ def test_proposals_are_the_best_of_the_list(target, use_head, monkeypatch):
     assert torch.equal(seen[0], first)
 
 
-def test_an_adapter_on_the_head_is_heard(target):
+ADAPTERS = {
+    "of its layers": {"target_modules": ["embed_proj.0", "embed_proj.2"]},
+    "of the bottleneck": {"target_modules": ["embed_proj.0"]},
+    "in its place": {"target_modules": ["fc"], "modules_to_save": ["embed_proj"]},
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_of_the_head_is_heard(target, name):
     draft, ids = make_draft(target), random_tokens(1, 9)
-    config = LoraConfig(r=2, target_modules=["embed_proj.0", "embed_proj.2"], init_lora_weights=False)
+    config = LoraConfig(r=2, init_lora_weights=False, **ADAPTERS[name])
     adapted = get_peft_model(draft, config)
     listed(draft)
     scorer = Scorer(draft, TargetParts(target), use_head=True)
@@ -160,19 +169,55 @@ def test_an_adapter_on_the_head_is_heard(target):
         torch.ones(1, draft.config.gru_hidden_dim).double(),
     )
     with torch.no_grad():
-        close(scorer.correction(hidden, state), draft.correction(hidden, state)[:, ::2], atol=1e-12)
+        for module in adapted.modules():
+            if isinstance(module, ModulesToSaveWrapper):
+                module.modules_to_save["default"][2].weight.mul_(2)
+        found = scorer.correction(hidden, state)
+        close(found, draft.correction(hidden, state)[:, ::2], atol=1e-12)
+        with adapted.disable_adapter():
+            assert not torch.allclose(found, draft.correction(hidden, state)[:, ::2])
     plain = target.generate(ids, max_new_tokens=16)
     assert target.generate(ids, max_new_tokens=16, assistant_model=adapted).tolist() == plain.tolist()
 
 
-def test_a_head_whose_rows_cannot_be_taken_out_is_used_whole(target, monkeypatch):
-    class Packed(nn.Linear):
-        pass
+class Packed(nn.Linear):
+    """What is more than a matrix."""
 
+
+class Shared(torch.Tensor):
+    """What a weight shared among devices is to torch."""
+
+
+def packed(linear):
+    linear.__class__ = Packed
+
+
+def shared(linear):
+    linear.weight = nn.Parameter(linear.weight.data.as_subclass(Shared))
+
+
+def emptied(linear):
+    linear.weight = nn.Parameter(torch.empty(0))
+
+
+def offloaded(linear):
+    linear.to("meta")
+
+
+@pytest.mark.parametrize("spoil", [packed, shared, emptied, offloaded])
+def test_rows_are_taken_only_of_a_matrix_at_hand(spoil):
+    linear = nn.Linear(4, 6)
+    assert linear_rows(linear, torch.tensor([1, 5])).weight.tolist() == linear.weight[[1, 5]].tolist()
+    spoil(linear)
+    assert linear_rows(linear, torch.tensor([1, 5])) is None
+
+
+def test_a_target_whose_rows_cannot_be_taken_out_is_used_whole(target, monkeypatch):
     draft, ids = listed(make_draft(target)), random_tokens(1, 9)
     plain = target.generate(ids, max_new_tokens=16)
-    target.get_output_embeddings().__class__ = Packed
+    packed(target.get_output_embeddings())
     warnings = []
     monkeypatch.setattr("domino_spec.generation.rollout.logger.warning_once", warnings.append)
     assert target.generate(ids, max_new_tokens=16, assistant_model=draft).tolist() == plain.tolist()
     assert len(warnings) == 1 and "shortlist" in warnings[0]
+    assert Scorer(draft, TargetParts(target), use_head=True).token_ids is None

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from helpers import HIDDEN, MASK_TOKEN, VOCAB, make_draft, make_target, random_tokens
+from peft import LoraConfig, get_peft_model
 
 from domino_spec.generation.context import TargetParts
 from domino_spec.modeling_domino import DominoDraftModel
@@ -248,6 +249,11 @@ class TestTrainer:
         trainer.save_model()
         again = DominoDraftModel.from_pretrained(tmp_path)
         assert again.config.shortlist_ids == trainer.token_ids.tolist()
+        # What it may propose is what it is trained on from then on, unless told otherwise.
+        assert make_trainer(target, features, tmp_path, again).token_ids.tolist() == trainer.token_ids.tolist()
+        adapted = get_peft_model(again, LoraConfig(r=2, target_modules=["fc"]))
+        with pytest.raises(ValueError, match="`keep_shortlist` is true, but an adapter"):
+            make_trainer(target, features, tmp_path, adapted, shortlist_size=20, keep_shortlist=True)
 
     def test_a_shortlist_of_no_size_cannot_be_kept(self, tmp_path):
         with pytest.raises(ValueError, match="`keep_shortlist` is true"):

@@ -43,7 +43,11 @@ class DominoTrainingArguments(TrainingArguments):
         },
     )
     shortlist_size: int | None = field(
-        default=None, metadata={"help": "Score only the ids supervised most often; null scores the whole vocabulary."}
+        default=None,
+        metadata={
+            "help": "Score only the ids supervised most often; null scores the draft's own shortlist, if it has one, "
+            "else the whole vocabulary."
+        },
     )
     keep_shortlist: bool = field(
         default=False,

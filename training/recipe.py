@@ -165,8 +165,6 @@ def parse_recipe(argv: Sequence[str]) -> tuple[Any, ...]:
         raise ValueError("`train_data` is empty: name at least one file or dataset to train on.")
     if adapter.peft is not None and draft.start_from == "target":
         raise ValueError(f"`peft` is {adapter.peft!r}, but a new draft has nothing to adapt yet: give `start_from`.")
-    if adapter.peft is not None and parsed[4].keep_shortlist:
-        raise ValueError("`keep_shortlist` is true, but an adapter leaves the draft's config alone: leave it out.")
     if adapter.peft is not None and draft.head_scale != 1.0:
         raise ValueError(
             f"`head_scale` is {draft.head_scale}, but an adapter leaves the draft's weights alone: scale the draft "

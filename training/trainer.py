@@ -113,13 +113,20 @@ class DominoTrainer(Trainer):
         self.model_accepts_loss_kwargs = False
         self.options = ObjectiveOptions(args.distillation_weight, args.label_smoothing_factor, args.dpace_alpha)
         self.curriculum = BaseAnchoredCurriculum(args.lambda_base_start, args.lambda_base_decay_ratio)
+        config = model_config(model)
         self.token_ids = None
+        if config.shortlist is not None:
+            self.token_ids = torch.tensor(config.shortlist_ids, device=args.device)
         if args.shortlist_size is not None and train_dataset is not None:
             counts = train_dataset.token_counts(model.config.vocab_size)
             self.token_ids = counts.topk(min(args.shortlist_size, len(counts))).indices.sort().values
             self.token_ids = self.token_ids.to(args.device)
             if args.keep_shortlist:
-                model_config(model).set_shortlist(self.token_ids.tolist())
+                if hasattr(model, "peft_config"):
+                    raise ValueError(
+                        "`keep_shortlist` is true, but an adapter leaves the draft's config alone: leave it out."
+                    )
+                config.set_shortlist(self.token_ids.tolist())
         # Batches without a usable anchor: a zero contribution, counted.
         self.num_skipped = 0
         self._sums: dict[str, float] = defaultdict(float)

@@ -233,13 +233,13 @@ class TargetParts:
     def narrowed(self, token_ids: torch.LongTensor) -> "TargetParts | None":
         """
         The same parts with an output head for `token_ids` `[K]` alone: `logits` gives `[..., K]` at the cost of K
-        rows, of which it holds a copy. `None` where the head's rows cannot be taken out: offloaded, or quantised.
+        rows, of which it holds a copy. `None` where the head's rows cannot be taken out, see [`linear_rows`].
         """
-        weight = self.output_head.weight
-        if weight.is_meta or _is_packed(weight) or type(self.output_head) is not nn.Linear:
+        rows = linear_rows(self.output_head, token_ids)
+        if rows is None:
             return None
         narrow = copy.copy(self)
-        narrow.output_head = linear_rows(self.output_head, token_ids)
+        narrow.output_head = rows
         return narrow
 
     @contextmanager
@@ -259,8 +259,16 @@ def _is_packed(weight: torch.Tensor) -> bool:
     return not (weight.is_floating_point() and weight.itemsize > 1)
 
 
-def linear_rows(linear: nn.Linear, rows: torch.LongTensor) -> nn.Linear:
-    """A projection to the outputs `rows` `[K]` of `linear` alone, with copies of their weights."""
+def linear_rows(linear: nn.Module, rows: torch.LongTensor) -> nn.Linear | None:
+    """
+    A projection to the outputs `rows` `[K]` of `linear` alone, with copies of their weights; `None` where it is more
+    than a matrix at hand: with an adapter, quantised, offloaded, or shared among devices.
+    """
+    if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or _is_packed(linear.weight):
+        return None
+    # Of a weight that is elsewhere, the place is empty.
+    if linear.weight.is_meta or linear.weight.shape != (linear.out_features, linear.in_features):
+        return None
     narrow = nn.Linear(linear.in_features, len(rows), bias=linear.bias is not None, device="meta")
     with torch.no_grad():
         rows = rows.to(linear.weight.device)
@@ -1370,8 +1378,6 @@ class Schedule:
 # SPDX-License-Identifier: Apache-2.0
 """How does a draft propose? One backbone pass for the block, then the head's rollout, token by token."""
 
-from typing import Any
-
 import torch
 from torch import nn
 from transformers import LogitsProcessorList
@@ -1477,20 +1483,21 @@ class Scorer:
         self.draft, self.target = draft, target
         self.use_head = use_head and draft.config.has_head
         self.token_ids: torch.LongTensor | None = None
-        self._projection: Any = draft.embed_proj[2] if self.use_head else None
+        # The rows of the head's last projection; `None` where the draft scores by itself.
+        self._rows: nn.Linear | None = None
         shortlist = draft.config.shortlist_ids
         if shortlist is None:
             return
         token_ids = torch.tensor(shortlist)
         if (narrow := target.narrowed(token_ids)) is None:
             logger.warning_once(
-                "The draft's shortlist is of no effect: the target's output head is no plain linear layer, so that its "
-                "rows cannot be taken out."
+                "The draft's shortlist is of no effect: the target's output head is not a matrix at hand (it is "
+                "quantised, offloaded, shared among devices, or has an adapter), so that its rows cannot be taken out."
             )
             return
         self.target, self.token_ids = narrow, token_ids.to(target.output_head.weight.device)
-        if type(self._projection) is nn.Linear:
-            self._projection = linear_rows(self._projection, token_ids)
+        if self.use_head and type(draft.embed_proj) is nn.Sequential:
+            self._rows = linear_rows(draft.embed_proj[2], token_ids)
 
     def base(self, hidden: torch.Tensor) -> torch.Tensor:
         """Base logits `[n, K, V]` of draft hidden `[n, K, H]`, V being what may be proposed."""
@@ -1498,11 +1505,10 @@ class Scorer:
 
     def correction(self, hidden: torch.Tensor, prefix_state: torch.Tensor) -> torch.Tensor:
         """What the head adds for hidden `[n, H]` after the tokens of `prefix_state` `[n, G]`: `[n, V]`."""
-        narrow = self._projection(self.draft.bottleneck(hidden, prefix_state))
-        if self.token_ids is not None and narrow.shape[-1] != len(self.token_ids):
-            # An adapter's share is not in the rows, so the projection was left whole.
-            return narrow[..., self.token_ids.to(narrow.device)]
-        return narrow
+        if self._rows is not None:
+            return self._rows(self.draft.bottleneck(hidden, prefix_state))
+        token_ids = None if self.token_ids is None else self.token_ids.to(hidden.device)
+        return self.draft.correction(hidden, prefix_state, token_ids)
 
     def ids(self, places: torch.LongTensor) -> torch.LongTensor:
         """The ids whose scores stand at `places`."""
@@ -1753,6 +1759,7 @@ class _Decoding:
         synced_gpus: bool,
         model_kwargs: dict[str, Any],
     ):
+        self.started = time.perf_counter()
         self.synced_gpus = synced_gpus
         self.draft, self.target, self.parts, self.capture = draft, target, parts, capture
         self.generation_config, self.scorer = generation_config, Scorer(draft, parts, use_head)
@@ -1775,7 +1782,6 @@ class _Decoding:
         self.acceptance_lengths: list[list[int]] = [[] for _ in range(self.num_rows)]
         self.num_streamed = 0
         self.seconds = {"prefill": 0.0, "draft": 0.0, "verify": 0.0}
-        self.started = time.perf_counter()
 
     # Prefill
 
