@@ -7,7 +7,6 @@ import binascii
 from collections.abc import Iterable
 from typing import Any, Literal
 
-import numpy as np
 from huggingface_hub.dataclasses import strict
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.utils import logging
@@ -139,12 +138,11 @@ class DominoConfig(Qwen3Config):
             packed = base64.b64decode(self.shortlist, validate=True)
         except binascii.Error as error:
             raise ValueError(f"`shortlist` is not base64 ({error}): remove it, or call `set_shortlist`.") from error
-        bits = np.unpackbits(np.frombuffer(packed, dtype=np.uint8), bitorder="little")
-        ids = np.flatnonzero(bits).tolist()
+        ids = [8 * place + bit for place, byte in enumerate(packed) if byte for bit in range(8) if byte >> bit & 1]
         if len(packed) != -(-self.vocab_size // 8) or not ids or ids[-1] >= self.vocab_size:
             raise ValueError(
-                f"`shortlist` holds {len(bits)} bits, {len(ids)} of them set, for a `vocab_size` of {self.vocab_size}: "
-                "it was made for another vocabulary. Remove it, or call `set_shortlist`."
+                f"`shortlist` holds {8 * len(packed)} bits, {len(ids)} of them set, for a `vocab_size` of "
+                f"{self.vocab_size}: it was made for another vocabulary. Remove it, or call `set_shortlist`."
             )
         return ids
 
@@ -162,9 +160,10 @@ class DominoConfig(Qwen3Config):
         if not ids or ids[0] < 0 or ids[-1] >= self.vocab_size:
             found = f"ids from {ids[0]} to {ids[-1]}" if ids else "no id"
             raise ValueError(f"A shortlist needs ids within 0..{self.vocab_size - 1}, but {found} came.")
-        bits = np.zeros(self.vocab_size, dtype=np.uint8)
-        bits[ids] = 1
-        self.shortlist = base64.b64encode(np.packbits(bits, bitorder="little").tobytes()).decode()
+        packed = bytearray(-(-self.vocab_size // 8))
+        for token_id in ids:
+            packed[token_id // 8] |= 1 << token_id % 8
+        self.shortlist = base64.b64encode(packed).decode()
 
     def validate_draft(self):
         """Cross-field rules of a draft; runs with the other validators when the config is made."""
