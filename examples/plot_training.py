@@ -43,7 +43,8 @@ def main():
                         held_out.setdefault(entry["step"], []).append(value)
             steps = sorted(held_out)
             means = [sum(held_out[step]) / len(held_out[step]) for step in steps]
-            panel.plot(steps, means, "o", color=color, label=f"{label}, held out")
+            if steps:
+                panel.plot(steps, means, "o", color=color, label=f"{label}, held out")
         panel.set(title=title, xlabel="step")
         panel.legend(frameon=False)
     plt.rcParams["svg.fonttype"] = "none"

@@ -249,6 +249,9 @@ class TestTrainer:
         trainer.save_model()
         again = DominoDraftModel.from_pretrained(tmp_path)
         assert again.config.shortlist_ids == trainer.token_ids.tolist()
+        left_out = sorted(set(range(VOCAB)) - set(again.config.shortlist_ids))
+        rows = again.embed_proj[2].weight
+        assert rows[left_out].abs().max() == 0 and rows[again.config.shortlist_ids].abs().min(-1).values.max() > 0
         # What it may propose is what it is trained on from then on, unless told otherwise.
         assert make_trainer(target, features, tmp_path, again).token_ids.tolist() == trainer.token_ids.tolist()
         adapted = get_peft_model(again, LoraConfig(r=2, target_modules=["fc"]))

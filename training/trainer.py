@@ -126,11 +126,22 @@ class DominoTrainer(Trainer):
                     raise ValueError(
                         "`keep_shortlist` is true, but an adapter leaves the draft's config alone: leave it out."
                     )
-                config.set_shortlist(self.token_ids.tolist())
+                self._keep_shortlist(model, config)
         # Batches without a usable anchor: a zero contribution, counted.
         self.num_skipped = 0
         self._sums: dict[str, float] = defaultdict(float)
         self._counts: dict[str, float] = defaultdict(float)
+
+    def _keep_shortlist(self, model, config: DominoConfig):
+        """Write the ids that are scored into the draft, and let its head leave all others alone."""
+        config.set_shortlist(self.token_ids.tolist())
+        if config.has_head:
+            # Their rows are not trained, so they would answer to a changed bottleneck with noise, where an engine that
+            # knows no shortlist reads them.
+            left_out = torch.ones(config.vocab_size, dtype=torch.bool)
+            left_out[config.shortlist_ids] = False
+            with torch.no_grad():
+                model.embed_proj[2].weight[left_out] = 0
 
     @property
     def lambda_base(self) -> float:
