@@ -68,6 +68,18 @@ def _check_features(dataset, target: PreTrainedModel, layer_ids: list[int]):
                 )
 
 
+def _keep_shortlist(draft, config: DominoConfig, token_ids: torch.LongTensor):
+    """Write the ids that are scored into the draft, and let its head leave all others alone."""
+    config.set_shortlist(token_ids.tolist())
+    if config.has_head:
+        # Their rows are not trained, so they would answer to a changed bottleneck with noise, where an engine that
+        # knows no shortlist reads them.
+        left_out = torch.ones(config.vocab_size, dtype=torch.bool)
+        left_out[token_ids.cpu()] = False
+        with torch.no_grad():
+            draft.embed_proj[2].weight[left_out] = 0
+
+
 def _mix(*parts: object) -> int:
     """A seed that hangs on all `parts`."""
     text = " ".join(map(str, parts)).encode()
@@ -126,22 +138,11 @@ class DominoTrainer(Trainer):
                     raise ValueError(
                         "`keep_shortlist` is true, but an adapter leaves the draft's config alone: leave it out."
                     )
-                self._keep_shortlist(model, config)
+                _keep_shortlist(model, config, self.token_ids)
         # Batches without a usable anchor: a zero contribution, counted.
         self.num_skipped = 0
         self._sums: dict[str, float] = defaultdict(float)
         self._counts: dict[str, float] = defaultdict(float)
-
-    def _keep_shortlist(self, model, config: DominoConfig):
-        """Write the ids that are scored into the draft, and let its head leave all others alone."""
-        config.set_shortlist(self.token_ids.tolist())
-        if config.has_head:
-            # Their rows are not trained, so they would answer to a changed bottleneck with noise, where an engine that
-            # knows no shortlist reads them.
-            left_out = torch.ones(config.vocab_size, dtype=torch.bool)
-            left_out[config.shortlist_ids] = False
-            with torch.no_grad():
-                model.embed_proj[2].weight[left_out] = 0
 
     @property
     def lambda_base(self) -> float:
