@@ -4,10 +4,10 @@
 
     python benchmarks/small_target.py --train_data chat.jsonl --output runs/small/target
     domino-spec regenerate --target runs/small/target --dtype float32 --prompts chat.jsonl --temperatures 0.7 \
-        --batch-size 256 --output runs/small/answers.jsonl
-    python benchmarks/objective.py examples/recipes/small.yaml --steps 3000 --work runs/small/objective
+        --batch-size 128 --max-new-tokens 200 --output runs/small/answers.jsonl
+    python benchmarks/objective.py examples/recipes/small.yaml --steps 1500 --work runs/small/objective
 
-A Llama of three million parameters over 1,024 tokens, both learnt from the chat rows given. What it writes is poor
+A Llama of 0.3 million parameters over 1,024 tokens, both learnt from the chat rows given. What it writes is poor
 English, but it is its own: a draft has just as much to learn about it as about a large target, in little time.
 """
 
@@ -56,10 +56,10 @@ def main():
     parser.add_argument("--train_data", nargs="+", required=True, help="files or Hub ids of chat rows")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--vocab_size", type=int, default=1024)
-    parser.add_argument("--hidden_size", type=int, default=192)
-    parser.add_argument("--num_layers", type=int, default=6)
+    parser.add_argument("--hidden_size", type=int, default=64)
+    parser.add_argument("--num_layers", type=int, default=4)
     parser.add_argument("--length", type=int, default=256, help="tokens of a training row")
-    parser.add_argument("--epochs", type=float, default=3)
+    parser.add_argument("--epochs", type=float, default=4)
     args = parser.parse_args()
     set_seed(0)
     conversations = [
