@@ -156,15 +156,20 @@ def _is_packed(weight: torch.Tensor) -> bool:
     return not (weight.is_floating_point() and weight.itemsize > 1)
 
 
+def is_plain_linear(linear: nn.Module) -> bool:
+    """Whether a projection is just a matrix at hand: no adapter, not quantised, offloaded or shared among devices."""
+    if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or _is_packed(linear.weight):
+        return False
+    # Of a weight that is elsewhere, the place is empty.
+    return not linear.weight.is_meta and linear.weight.shape == (linear.out_features, linear.in_features)
+
+
 def linear_rows(linear: nn.Module, rows: torch.LongTensor) -> nn.Linear | None:
     """
     A projection to the outputs `rows` `[K]` of `linear` alone, with copies of their weights; `None` where it is more
-    than a matrix at hand: with an adapter, quantised, offloaded, or shared among devices.
+    than a matrix, see [`is_plain_linear`].
     """
-    if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or _is_packed(linear.weight):
-        return None
-    # Of a weight that is elsewhere, the place is empty.
-    if linear.weight.is_meta or linear.weight.shape != (linear.out_features, linear.in_features):
+    if not is_plain_linear(linear):
         return None
     narrow = nn.Linear(linear.in_features, len(rows), bias=linear.bias is not None, device="meta")
     with torch.no_grad():

@@ -41,12 +41,12 @@ class Lockstep:
         self._advance(outputs, 1)
 
     def inputs(self, sequences: Sequences, proposal: Proposal) -> dict[str, Any]:
-        """Arguments of a target pass over anchors and proposals."""
+        """Arguments of a target pass over anchors and proposals, which stand behind the committed tokens already."""
         num_new, model_kwargs = proposal.proposal_ids.shape[1], self.model_kwargs
         if num_new > 0:
             model_kwargs = self._extend(num_new)
         return self.target.prepare_inputs_for_generation(
-            torch.cat([sequences.prefix(), proposal.proposal_ids], dim=-1),
+            sequences.prefix(num_new),
             next_sequence_length=num_new + 1,
             is_first_iteration=False,
             **model_kwargs,
@@ -177,7 +177,7 @@ class OwnPace:
         committed = offsets < num_new[:, None]
         lengths = torch.tensor(sequences.lengths, device=device)
         self.cache.crop(-(logits.shape[1] - longest))
-        self.ragged.append((self.slot_offset + lengths - 1)[:, None] + offsets, committed)
+        self.ragged.append((self.slot_offset + lengths - 1)[:, None] + offsets, committed, verified.num_new)
         self.ragged.tidy()
         self.next_position = self.next_position + num_new
         first = [length - self.prompt_length for length in sequences.lengths]
@@ -196,7 +196,7 @@ class OwnPace:
         if not entries or not kept:
             return False
         index = torch.tensor(kept, device=sequences.device)
-        self.ragged.keep(index)
+        self.ragged.keep(kept)
         self.next_position = self.next_position[index]
         self.model_kwargs = {
             name: value[index.to(value.device)]

@@ -94,6 +94,14 @@ class Sequences:
             columns = torch.tensor(self.lengths, device=self.device) + offset
             self._tokens[torch.arange(len(self), device=self.device), columns] = token_ids
 
+    def put_block(self, token_ids: torch.LongTensor):
+        """Write `token_ids` `[n, k]` behind the committed tokens of each row, without committing them."""
+        if len(set(self.lengths)) == 1:
+            self._tokens[:, self.lengths[0] : self.lengths[0] + token_ids.shape[1]] = token_ids
+        else:
+            first = torch.tensor(self.lengths, device=self.device)[:, None]
+            self._tokens.scatter_(1, first + torch.arange(token_ids.shape[1], device=self.device), token_ids)
+
     def put_rows(self, rows: Rows, length: int, token_ids: torch.LongTensor):
         """Write `token_ids` `[g]` as token number `length` of `rows`."""
         self._tokens[rows, length] = token_ids
@@ -105,9 +113,9 @@ class Sequences:
         columns = torch.tensor(self.lengths, device=self.device) - 1
         return self._tokens.gather(1, columns[:, None])
 
-    def prefix(self) -> torch.LongTensor:
-        """Committed tokens of all rows, `[n, length]`, where they are of one length."""
-        return self._tokens[:, : self.lengths[0]]
+    def prefix(self, extra: int = 0) -> torch.LongTensor:
+        """Committed tokens of all rows and `extra` behind them, `[n, length + extra]`, where rows are of one length."""
+        return self._tokens[:, : self.lengths[0] + extra]
 
     def row(self, row: int) -> torch.LongTensor:
         """Committed tokens of one row, `[length]`."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from .sampling import accept_or_draw, draw
 from .sequences import Proposal, Rows, Sequences
@@ -21,6 +22,7 @@ class Verification:
             or, in lockstep, another row cut them; 0 for a row that had stopped before.
         stopped (`list[bool]`): which rows end here, or have ended before.
         rejected (`list[bool]`): in which rows the last new token stands in place of a proposal.
+        finite (`bool`): whether the proposals came from logits that are numbers.
         scores (`list[torch.Tensor]`): with `keep_scores`, the processed scores of each offset `[n, V]`; only
             the entries of committed tokens mean anything.
     """
@@ -28,6 +30,7 @@ class Verification:
     num_new: list[int]
     stopped: list[bool]
     rejected: list[bool]
+    finite: bool = True
     scores: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -70,13 +73,16 @@ def verify(
             criteria may read.
     """
     num_rows, num_proposals = proposal.proposal_ids.shape
+    alone = num_rows == 1 or not lockstep
+    if alone and not logits_processor and not do_sample and _stop_by_token(stopping_criteria, sequences, num_proposals):
+        return _verify_at_once(sequences, proposal, logits, stopping_criteria, stopped, keep_scores)
     rows = list(range(num_rows))
     stopped = list(stopped)
     num_new, rejected = [0] * num_rows, [False] * num_rows
     ended_before = [pad_token_id is not None and stop for stop in stopped]
     live = [row for row in rows if lockstep or not stopped[row]]
 
-    # Without processors all choices are known at once, for one synchronisation a round.
+    # Without processors all choices are known at once.
     choices = logits.argmax(-1) if not logits_processor and not do_sample else None
     matches = [] if choices is None else (choices[:, :-1] == proposal.proposal_ids).tolist()
 
@@ -133,4 +139,58 @@ def verify(
             live = [row for row in live if accepted[row] and not stopped[row]]
             if not live:
                 break
-    return Verification(num_new, stopped, rejected, new_scores)
+    finite = proposal.finite is None or bool(proposal.finite)
+    return Verification(num_new, stopped, rejected, finite, new_scores)
+
+
+def _stop_by_token(criteria: StoppingCriteriaList, sequences: Sequences, num_proposals: int) -> bool:
+    """Whether all `criteria` judge a token by itself and its place: a limit, or an end token."""
+    longest = max(sequences.lengths) + num_proposals + 1
+    for criterion in criteria:
+        if type(criterion) is MaxLengthCriteria:
+            # Past the model's positions it has a warning to give.
+            if criterion.max_position_embeddings is not None and longest > criterion.max_position_embeddings:
+                return False
+        elif type(criterion) is not EosTokenCriteria:
+            return False
+    return True
+
+
+def _verify_at_once(
+    sequences: Sequences,
+    proposal: Proposal,
+    logits: torch.Tensor,
+    criteria: StoppingCriteriaList,
+    stopped: list[bool],
+    keep_scores: bool,
+) -> Verification:
+    """Greedy [`verify`] of rows that hold no other up, by criteria of tokens: one wait for the device a round."""
+    choices = logits.argmax(-1)
+    num_rows, width = choices.shape
+    matches, ends = torch.zeros_like(choices, dtype=torch.bool), torch.zeros_like(choices, dtype=torch.bool)
+    matches[:, :-1] = choices[:, :-1] == proposal.proposal_ids
+    limit: float = float("inf")
+    for criterion in criteria:
+        if isinstance(criterion, MaxLengthCriteria):
+            limit = min(limit, criterion.max_length)
+        else:
+            ends |= torch.isin(choices, criterion.eos_token_id.to(choices.device))
+    finite = matches.new_ones(()) if proposal.finite is None else proposal.finite.to(matches.device)
+    *flags, is_finite = torch.cat([matches.flatten(), ends.flatten(), finite[None]]).tolist()
+    # What is accepted is the target's choice, so its choices are all there is to write.
+    sequences.put_block(choices)
+
+    num_new, rejected, stopped = [0] * num_rows, [False] * num_rows, list(stopped)
+    for row in range(num_rows):
+        if stopped[row]:
+            continue
+        stands = flags[row * width : (row + 1) * width]
+        is_end = flags[(num_rows + row) * width : (num_rows + row + 1) * width]
+        for k in range(width):
+            num_new[row] = k + 1
+            stopped[row] = is_end[k] or sequences.lengths[row] + k + 1 >= limit
+            rejected[row] = k < width - 1 and not stands[k]
+            if stopped[row] or not stands[k]:
+                break
+    scores = [logits[:, k] for k in range(max(num_new))] if keep_scores else []
+    return Verification(num_new, stopped, rejected, is_finite, scores)

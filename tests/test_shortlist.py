@@ -13,7 +13,7 @@ from torch import nn
 
 from domino_spec.configuration_domino import DominoConfig
 from domino_spec.generation.context import TargetParts, linear_rows
-from domino_spec.generation.rollout import Scorer
+from domino_spec.generation.scorer import Scorer
 from domino_spec.modeling_domino import DominoDraftModel
 
 EVEN = list(range(0, VOCAB, 2))
@@ -78,11 +78,13 @@ def test_scores_are_those_of_the_whole_vocabulary(arch):
     state = torch.randn(2, draft.config.gru_hidden_dim, generator=generator, dtype=draft.dtype)
     scorer = Scorer(draft, parts, use_head=True)
     with torch.no_grad():
-        base, correction = scorer.base(hidden), scorer.correction(hidden[:, 0], state)
+        base, pool = scorer.base(hidden)
+        correction = scorer.head.correction(scorer.head.begin(hidden)[:, 0], state, None)
         close(base, parts.logits(hidden)[..., ids], atol=1e-12)
         close(correction, draft.correction(hidden[:, 0], state)[:, ids], atol=1e-12)
+    assert pool is None
     assert scorer.ids(torch.tensor([[0, 3]])).tolist() == [[0, 6]]
-    whole = scorer.spread(base[:, 0])
+    whole = scorer.spread(base[:, 0], None)
     assert torch.equal(whole[:, ids], base[:, 0])
     assert (whole[:, 1::2] == -torch.inf).all()
 
@@ -172,7 +174,7 @@ def test_an_adapter_of_the_head_is_heard(target, name):
         for module in adapted.modules():
             if isinstance(module, ModulesToSaveWrapper):
                 module.modules_to_save["default"][2].weight.mul_(2)
-        found = scorer.correction(hidden, state)
+        found = scorer.head.correction(scorer.head.begin(hidden), state, None)
         close(found, draft.correction(hidden, state)[:, ::2], atol=1e-12)
         with adapted.disable_adapter():
             assert not torch.allclose(found, draft.correction(hidden, state)[:, ::2])
@@ -217,7 +219,7 @@ def test_a_target_whose_rows_cannot_be_taken_out_is_used_whole(target, monkeypat
     plain = target.generate(ids, max_new_tokens=16)
     packed(target.get_output_embeddings())
     warnings = []
-    monkeypatch.setattr("domino_spec.generation.rollout.logger.warning_once", warnings.append)
+    monkeypatch.setattr("domino_spec.generation.scorer.logger.warning_once", warnings.append)
     assert target.generate(ids, max_new_tokens=16, assistant_model=draft).tolist() == plain.tolist()
     assert len(warnings) == 1 and "shortlist" in warnings[0]
     assert Scorer(draft, TargetParts(target), use_head=True).token_ids is None
