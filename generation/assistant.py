@@ -17,6 +17,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from .captured import CaptureOptions
 from .compat import DominoGenerateOutput
 from .context import vocabulary_size
 from .loop import check_supported, domino_decoding
@@ -70,6 +71,8 @@ class DominoDecodingMixin:
     config: Any
     # Defaults for whoever generates with this draft: how many proposals, and which schedule.
     generation_config: GenerationConfig | None = None
+    # Of `use_cuda_graphs`.
+    capture_options: CaptureOptions | None = None
 
     def assisted_decoding(
         self,
@@ -168,6 +171,24 @@ class DominoDecodingMixin:
         else:
             kwargs.setdefault("do_sample", False)
         return target.generate(input_ids, assistant_model=self, **kwargs)
+
+    def use_cuda_graphs(self, enabled: bool = True, input_table: bool = False):
+        """
+        Have greedy rounds on a GPU replay their draft phase as one CUDA graph, with Triton kernels for the head where
+        Triton is installed. The output stays the target's own.
+
+        It serves calls without sampling, logits processors and an adaptive draft length, with a limit to the answer,
+        a draft without adapters, and target and draft on one GPU; other calls go on as they are. A graph is captured
+        at the second round of the first call of its kind (batch size, number of proposals, length up to a multiple of
+        512), and kept with its memory as long as target and draft are.
+
+        Args:
+            enabled (`bool`): `False` goes back to how it was.
+            input_table (`bool`): keep a table of what the head's GRU makes of each token, `3 * gru_hidden_dim` numbers
+                for each id of the vocabulary, so that a step reads a line of it instead of a weight matrix. Its size is
+                logged when it is made.
+        """
+        self.capture_options = CaptureOptions(input_table) if enabled else None
 
     def validate_assisted_decoding(self, target: PreTrainedModel, generation_config: GenerationConfig):
         """What `generate` asks before it prepares anything: does this draft fit this target and these options?"""

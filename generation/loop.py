@@ -16,6 +16,8 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
+from .backbone import Context, DraftState, draft_hidden
+from .captured import CapturedDraft, Captures
 from .compat import (
     CACHE_NAME,
     DominoGenerateOutput,
@@ -30,8 +32,9 @@ from .context import ContextCapture, TargetParts
 from .pace import Lockstep, OwnPace
 from .processors import are_row_wise, draft_processors
 from .record import Record
-from .rollout import DraftState, Scorer, draft_hidden, rollout
+from .rollout import rollout
 from .schedule import Experience, Schedule
+from .scorer import Scorer
 from .sequences import Proposal, Sequences
 from .verification import Verification, verify
 
@@ -214,7 +217,7 @@ class _Decoding:
         features = self.capture.take(self.draft.device)
         logits = self._logits(outputs, 1)
         self.pace = self._pace(past_length + features.shape[1])
-        # Context that the draft has not seen yet: features, and which of them are of tokens.
+        # What the draft has not read yet.
         self.context = [self._first_context(features, past_length)]
         self.schedule = Schedule(
             self.generation_config,
@@ -222,6 +225,9 @@ class _Decoding:
             Experience.of(self.target, self.draft),
             self.pace.lockstep,
         )
+        self.captured = self._captured_draft(self.num_rows)
+        if self.captured is not None:
+            self.draft_state.cache = self.captured.cache
 
         verified = self._verify(Proposal(input_ids.new_empty(self.num_rows, 0)), logits, lockstep=True)
         self.record.add_prefill(outputs, logits, verified.scores)
@@ -252,19 +258,44 @@ class _Decoding:
             )
         return Lockstep(self.target, self.cache, self.model_kwargs)
 
-    def _first_context(self, features: torch.Tensor, past_length: int):
+    def _first_context(self, features: torch.Tensor, past_length: int) -> Context:
         """The prompt's features and which of them are of real tokens; makes the draft's state."""
-        mask, device = self.model_kwargs.get("attention_mask"), self.draft.device
-        length = features.shape[1]
+        mask, (num_rows, length) = self.model_kwargs.get("attention_mask"), features.shape[:2]
         if mask is None or bool(mask.all()):
-            position = torch.full((self.num_rows,), past_length, device=device)
-            self.draft_state = DraftState(position, dense=self.pace.lockstep)
-            return features, torch.ones(features.shape[:2], dtype=torch.bool, device=device)
-        real = mask.bool().to(device)
-        position, real = real[:, :-length].sum(-1), real[:, -length:]
-        # One row needs no mask: what is padding is left out.
-        self.draft_state = DraftState(position, dense=self.num_rows == 1)
-        return (features[:, real[0]], real[:, real[0]]) if self.num_rows == 1 else (features, real)
+            self.draft_state = DraftState([past_length] * num_rows)
+            real = torch.ones(num_rows, length, dtype=torch.bool, device=features.device)
+            return Context(features, [length] * num_rows, real)
+        real = mask.bool().to(features.device)
+        self.draft_state = DraftState(real[:, :-length].sum(-1).tolist())
+        real = real[:, -length:]
+        if num_rows == 1:
+            # What is padding is left out.
+            features, real = features[:, real[0]], real[:, real[0]]
+        return Context(features, real.sum(-1).tolist(), real)
+
+    def _captured_draft(self, num_rows: int) -> CapturedDraft | None:
+        """A captured draft phase for so many rows, if the draft was told to have one and this call allows it."""
+        limit = self.stopping_criteria.max_length
+        if (
+            self.draft.capture_options is None
+            or self.do_sample
+            or self.logits_processor
+            or self.schedule.watches
+            or self.schedule.num_proposals == 0
+            or limit is None
+            or not Captures.suits(self.draft, self.scorer)
+        ):
+            return None
+        # Behind the text stand a round's context and block, and one slot for what no row has.
+        slots = limit + 2 * self.draft.config.block_size + 2
+        return Captures.of(self.target, self.draft).take(
+            self.draft, self.scorer, self.parts, num_rows, self.schedule.num_proposals, slots
+        )
+
+    def release(self):
+        """Leave what was captured to the next call."""
+        if self.captured is not None:
+            Captures.of(self.target, self.draft).give_back(self.captured)
 
     # Rounds
 
@@ -280,21 +311,20 @@ class _Decoding:
             return Proposal(self.sequences.last().new_empty(len(self.sequences), 0))
         started = time.perf_counter()
         self.sequences.reserve(budget + 1)
-        features, visible = (torch.cat(parts, dim=1) for parts in zip(*self.context, strict=True))
-        self.context = []
-        hidden = draft_hidden(self.draft, self.parts, self.draft_state, features, self.sequences.last(), visible)
-        proposal = rollout(
-            self.scorer, hidden, self.sequences, budget, self.draft_processors, self.do_sample, self.schedule
-        )
+        context, self.context = self.context, []
+        anchor = self.sequences.last()
+        if self.captured is not None and self.captured.takes(context, budget):
+            proposal = self.captured.propose(self.draft_state, context[0], anchor)
+        else:
+            hidden = draft_hidden(self.draft, self.parts, self.draft_state, Context.joined(context), anchor)
+            proposal = rollout(
+                self.scorer, hidden, self.sequences, budget, self.draft_processors, self.do_sample, self.schedule
+            )
         if self.pad_token_id is not None and any(self.stopped):
             # What ended rows will commit, so that the target reads what plain decoding has it read.
             ended = torch.tensor(self.stopped, device=proposal.proposal_ids.device)
             proposal.proposal_ids = torch.where(ended[:, None], self.pad_token_id, proposal.proposal_ids)
-        if not proposal.finite:
-            logger.warning_once(
-                "The draft's logits are not finite, so its proposals are noise (the output is still the target's). "
-                f"Its dtype is {self.draft.dtype}; try another, or check its weights."
-            )
+        self.sequences.put_block(proposal.proposal_ids)
         proposal.seconds = time.perf_counter() - started
         return proposal
 
@@ -306,13 +336,18 @@ class _Decoding:
         features = self.capture.take(self.draft.device)
         logits = self._logits(outputs, width)
         verified = self._verify(proposal, logits, self.pace.lockstep)
+        if not verified.finite:
+            logger.warning_once(
+                "The draft's logits are not finite, so its proposals are noise (the output is still the target's). "
+                f"Its dtype is {self.draft.dtype}; try another, or check its weights."
+            )
         seconds = time.perf_counter() - started
         self.schedule.learn(verified, width - 1, proposal.seconds, seconds)
         self.seconds["draft"] += proposal.seconds
         self.seconds["verify"] += seconds
 
         committed = self.pace.commit(outputs, logits, verified, self.sequences, self.record)
-        self.context.append((features[:, : committed.shape[1]], committed.to(features.device)))
+        self.context.append(Context(features[:, : committed.shape[1]], verified.num_new, committed.to(features.device)))
         for row, count in zip(self.sequences.rows, verified.num_new, strict=True):
             self.acceptance_lengths[row].append(count)
         self._commit(verified)
@@ -365,9 +400,19 @@ class _Decoding:
             self.finished |= ended_rows
             self.sequences.keep(kept)
             self.stopped = [False] * len(kept)
-            index = torch.tensor(kept, device=self.draft.device)
-            self.draft_state.keep(index)
-            self.context = [(features[index], visible[index]) for features, visible in self.context]
+            self._keep_drafting(kept)
+            self.context = [context.keep(kept) for context in self.context]
+
+    def _keep_drafting(self, kept: list[int]):
+        """Let go of all other rows of the draft's."""
+        if self.captured is None:
+            self.draft_state.keep(kept)
+            return
+        before, self.captured = self.captured, self._captured_draft(len(kept))
+        assert self.captured is not None
+        self.captured.cache.copy_rows(before.cache, kept)
+        self.draft_state = DraftState([self.draft_state.origins[entry] for entry in kept], self.captured.cache)
+        Captures.of(self.target, self.draft).give_back(before)
 
     @property
     def done(self) -> bool:
@@ -474,6 +519,7 @@ def domino_decoding(
                     decoding.idle()
                 else:
                     decoding.verify(decoding.propose())
+    decoding.release()
     if streamer is not None:
         streamer.end()
     return decoding.result()

@@ -1,0 +1,236 @@
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The draft phase with fixed shapes, which a GPU replays as a CUDA graph: here it is run instead, call for call."""
+
+import copy
+import gc
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from batching import GoodBatchDraft, padded_batch
+from helpers import ARCHITECTURES, MASK_TOKEN, make_draft, make_target, random_tokens
+from peft import LoraConfig, get_peft_model
+
+from domino_spec.generation import captured as captured_module
+from domino_spec.generation.captured import CapturedDraft, Captures
+
+
+@pytest.fixture(autouse=True)
+def as_if_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(captured_module, "can_capture", lambda device: True)
+
+
+@pytest.fixture
+def phases(monkeypatch):
+    """Of each round that was captured: its rows and proposals."""
+    seen, real = [], CapturedDraft.propose
+
+    def propose(self, *args):
+        proposal = real(self, *args)
+        seen.append(tuple(proposal.proposal_ids.shape))
+        return proposal
+
+    monkeypatch.setattr(CapturedDraft, "propose", propose)
+    return seen
+
+
+def lengths_of(output):
+    return output.acceptance_lengths.tolist()
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("input_table", [False, True], ids=["", "table"])
+def test_every_round_but_the_first_is_captured_and_proposes_the_same(arch, input_table, phases):
+    target = make_target(arch)
+    draft, ids = make_draft(target), random_tokens(1, 9)
+    options = {"max_new_tokens": 40, "assistant_model": draft, "return_dict_in_generate": True}
+    eager = target.generate(ids, **options)
+    draft.use_cuda_graphs(input_table=input_table)
+    output = target.generate(ids, **options)
+    assert torch.equal(output.sequences, eager.sequences)
+    assert lengths_of(output) == lengths_of(eager)
+    # The last rounds have no room for all proposals.
+    num_proposals = draft.config.block_size - 1
+    assert len(phases) >= len(lengths_of(eager)[0]) - 1 - num_proposals
+    assert set(phases) == {(1, num_proposals)}
+
+
+@pytest.mark.parametrize(
+    "overrides", [{"shift_label": False}, {"pure_draft_prefix_len": 0}, {"pure_draft_prefix_len": 3}]
+)
+@pytest.mark.parametrize("window", [None, 5], ids=["full", "sliding"])
+def test_labels_prefixes_and_windows_are_kept(target, overrides, window, phases):
+    draft, ids = make_draft(target, sliding_window=window, **overrides), random_tokens(1, 9)
+    draft.config.set_shortlist(range(0, 96, 2))
+    options = {"max_new_tokens": 40, "assistant_model": draft, "return_dict_in_generate": True}
+    eager = target.generate(ids, **options)
+    draft.use_cuda_graphs()
+    output = target.generate(ids, **options)
+    assert lengths_of(output) == lengths_of(eager) and phases
+
+
+def test_rows_of_their_own_pace_leave_one_by_one(target, phases):
+    inputs = padded_batch([9, 4, 13, 30], seed=3)
+    plain = target.generate(**inputs, max_new_tokens=40, pad_token_id=MASK_TOKEN, eos_token_id=None)
+    # One that ends a row some way into its text, and no other before.
+    rows = plain[:, 30:].tolist()
+    firsts = {token: min(row.index(token) for row in rows if token in row) for row in rows for token in row}
+    end = next(token for token, first in firsts.items() if 10 < first < 30)
+    options = {"max_new_tokens": 40, "pad_token_id": MASK_TOKEN, "eos_token_id": end}
+    plain = target.generate(**inputs, **options)
+    texts = [plain[row, 30 - length :].tolist() for row, length in enumerate((9, 4, 13, 30))]
+    draft = GoodBatchDraft.following(make_draft(target), target, texts, [{12, 20}, set(), {15, 30}, {40, 41, 50}])
+    options |= {"assistant_model": draft, "return_dict_in_generate": True}
+    eager = target.generate(**inputs, **options)
+    draft.use_cuda_graphs()
+    for _ in range(2):
+        phases.clear()
+        output = target.generate(**inputs, **options)
+        assert torch.equal(output.sequences, plain)
+        assert lengths_of(output) == lengths_of(eager)
+        assert len({rows for rows, _ in phases}) > 1
+
+
+def test_what_was_captured_serves_the_next_call_and_not_another_room(target, monkeypatch):
+    made, real = [], CapturedDraft.__init__
+
+    def init(self, *args, **kwargs):
+        real(self, *args, **kwargs)
+        made.append(self.room)
+
+    monkeypatch.setattr(CapturedDraft, "__init__", init)
+    draft = make_draft(target)
+    draft.use_cuda_graphs()
+    plain = [target.generate(random_tokens(1, 9, seed=i), max_new_tokens=20) for i in range(4)]
+    for i, answer in enumerate(plain):
+        assert torch.equal(
+            target.generate(random_tokens(1, 9, seed=i), max_new_tokens=20, assistant_model=draft), answer
+        )
+    assert made == [512]
+    target.generate(random_tokens(1, 9), max_new_tokens=600, assistant_model=draft)
+    assert made == [512, 1024]
+
+
+def test_changed_weights_are_noticed(target):
+    draft, ids = make_draft(target), random_tokens(1, 9)
+    options = {"max_new_tokens": 30, "assistant_model": draft, "return_dict_in_generate": True}
+    draft.use_cuda_graphs(input_table=True)
+    target.generate(ids, **options)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.mul_(1.5)
+    output = target.generate(ids, **options)
+    draft.use_cuda_graphs(False)
+    assert lengths_of(output) == lengths_of(target.generate(ids, **options))
+
+
+def test_calls_at_once_do_not_share_one(target):
+    draft = make_draft(target)
+    draft.use_cuda_graphs()
+    prompts = [random_tokens(1, 9, seed=i) for i in range(6)]
+    plain = [target.generate(ids, max_new_tokens=40) for ids in prompts]
+    found: dict[int, torch.Tensor] = {}
+
+    def run(i):
+        found[i] = target.generate(prompts[i], max_new_tokens=40, assistant_model=draft)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(found[i], plain[i]) for i in range(6))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True, "top_k": 0},
+        {"repetition_penalty": 1.2},
+        {"num_assistant_tokens_schedule": "heuristic"},
+        {"assistant_confidence_threshold": 0.5},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_other_calls_go_on_as_they_are(target, options, phases):
+    draft, ids = make_draft(target), random_tokens(1, 9)
+    draft.use_cuda_graphs()
+    torch.manual_seed(0)
+    output = target.generate(ids, assistant_model=draft, max_new_tokens=20, **options)
+    assert output.shape == (1, 29) and not phases
+
+
+def test_an_adapter_goes_its_own_way(target, phases):
+    draft, ids = make_draft(target), random_tokens(1, 9)
+    adapted = get_peft_model(draft, LoraConfig(r=2, target_modules=["fc"], init_lora_weights=False))
+    draft.use_cuda_graphs()
+    plain = target.generate(ids, max_new_tokens=20)
+    assert torch.equal(target.generate(ids, max_new_tokens=20, assistant_model=adapted), plain) and not phases
+
+
+def test_the_pair_can_be_let_go_and_copied(target):
+    target, draft = copy.deepcopy(target), make_draft(target)
+    draft.use_cuda_graphs()
+    target.generate(random_tokens(1, 9), max_new_tokens=20, assistant_model=draft)
+    assert copy.deepcopy(draft).capture_options is not None
+    of_draft, of_target = weakref.ref(draft), weakref.ref(target)
+    held = Captures.of(target, draft)
+    assert sum(map(len, held._idle.values())) == 1
+    del draft, held
+    gc.collect()
+    assert of_draft() is None
+    del target
+    gc.collect()
+    assert of_target() is None
+
+
+def test_the_tables_size_is_announced(target, monkeypatch):
+    said = []
+    monkeypatch.setattr(captured_module.logger, "warning", said.append)
+    draft = make_draft(target)
+    draft.use_cuda_graphs(input_table=True)
+    for _ in range(2):
+        target.generate(random_tokens(1, 9), max_new_tokens=20, assistant_model=draft)
+    assert len(said) == 1 and "MiB" in said[0]
+
+
+_WITH_KERNELS = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch
+from helpers import make_draft, make_target, random_tokens
+from domino_spec.generation import captured, kernels
+
+captured.can_capture = lambda device: True
+runs = []
+real = kernels.HeadKernels.score_argmax
+kernels.HeadKernels.score_argmax = lambda self, *args, **kwargs: (runs.append(1), real(self, *args, **kwargs))
+target = make_target(dtype=torch.float32)
+for prefix, shortlist, table in ((1, None, True), (0, range(0, 96, 2), False)):
+    draft = make_draft(target, pure_draft_prefix_len=prefix)
+    draft.config.set_shortlist(shortlist)
+    options = dict(max_new_tokens=11, assistant_model=draft, return_dict_in_generate=True)
+    eager = target.generate(random_tokens(2, 9), **options)
+    draft.use_cuda_graphs(input_table=table)
+    output = target.generate(random_tokens(2, 9), **options)
+    assert output.acceptance_lengths.tolist() == eager.acceptance_lengths.tolist()
+    assert output.sequences.tolist() == eager.sequences.tolist()
+assert len(runs) > 20
+print("as without")
+"""
+
+
+def test_with_the_kernels_interpreted_proposals_are_the_same():
+    pytest.importorskip("triton")
+    # A process of its own: the interpreter must be on before Triton is imported.
+    code = _WITH_KERNELS.format(tests=str(Path(__file__).parent))
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}
+    )
+    assert result.stdout.strip().endswith("as without"), result.stderr[-2000:]
