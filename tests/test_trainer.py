@@ -254,13 +254,18 @@ class TestTrainer:
         assert rows[left_out].abs().max() == 0 and rows[again.config.shortlist_ids].abs().min(-1).values.max() > 0
         # What it may propose is what it is trained on from then on, unless told otherwise.
         assert make_trainer(target, features, tmp_path, again).token_ids.tolist() == trainer.token_ids.tolist()
+        whole = make_trainer(target, features, tmp_path / "whole", again, shortlist_size=0)
+        whole.train()
+        assert whole.token_ids is None and again.config.shortlist_ids == trainer.token_ids.tolist()
+        assert again.embed_proj[2].weight[left_out].abs().max() > 0
         adapted = get_peft_model(again, LoraConfig(r=2, target_modules=["fc"]))
         with pytest.raises(ValueError, match="`keep_shortlist` is true, but an adapter"):
             make_trainer(target, features, tmp_path, adapted, shortlist_size=20, keep_shortlist=True)
 
-    def test_a_shortlist_of_no_size_cannot_be_kept(self, tmp_path):
-        with pytest.raises(ValueError, match="`keep_shortlist` is true"):
-            DominoTrainingArguments(output_dir=str(tmp_path), use_cpu=True, keep_shortlist=True)
+    @pytest.mark.parametrize("size", [None, 0])
+    def test_a_shortlist_of_no_size_cannot_be_kept(self, size, tmp_path):
+        with pytest.raises(ValueError, match=f"`keep_shortlist` is true, but `shortlist_size` is {size}"):
+            DominoTrainingArguments(output_dir=str(tmp_path), use_cpu=True, keep_shortlist=True, shortlist_size=size)
 
     @pytest.mark.parametrize(
         ("name", "value"),

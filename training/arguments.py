@@ -45,13 +45,16 @@ class DominoTrainingArguments(TrainingArguments):
     shortlist_size: int | None = field(
         default=None,
         metadata={
-            "help": "Score only the ids supervised most often; null scores the draft's own shortlist, if it has one, "
-            "else the whole vocabulary."
+            "help": "Score only so many ids, those supervised most often; 0 scores the whole vocabulary, null the "
+            "draft's own shortlist, if it has one."
         },
     )
     keep_shortlist: bool = field(
         default=False,
-        metadata={"help": "Write the ids of `shortlist_size` into the draft, which then proposes no others."},
+        metadata={
+            "help": "Write the ids of `shortlist_size` into the draft, which then proposes no others; else its own "
+            "list stays."
+        },
     )
     pack_length: int | None = field(
         default=None,
@@ -84,11 +87,14 @@ class DominoTrainingArguments(TrainingArguments):
             value = getattr(self, name)
             if value is not None and (value < low or (high is not None and value > high)):
                 raise ValueError(f"`{name}` is {value}, outside {low}..{'' if high is None else high}.")
-        for name in ("loss_chunk_size", "shortlist_size", "pack_length"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"`{name}` is {value}: give a positive number, or null.")
-        if self.keep_shortlist and self.shortlist_size is None:
-            raise ValueError("`keep_shortlist` is true, but there is none to keep: give `shortlist_size`.")
+        for name, low in (("loss_chunk_size", 1), ("shortlist_size", 0), ("pack_length", 1)):
+            if (value := getattr(self, name)) is not None and value < low:
+                raise ValueError(f"`{name}` is {value}: give {low} or more, or null.")
+        if self.keep_shortlist and not self.shortlist_size:
+            raise ValueError(
+                f"`keep_shortlist` is true, but `shortlist_size` is {self.shortlist_size}, so that there is none to "
+                "keep: give its size."
+            )
         if self.loss_decay_gamma is not None and self.loss_decay_gamma <= 0:
             raise ValueError(f"`loss_decay_gamma` is {self.loss_decay_gamma}: give a positive scale, or null for none.")
         if self.dpace_alpha is not None and self.loss_decay_gamma is not None:

@@ -127,9 +127,9 @@ class DominoTrainer(Trainer):
         self.curriculum = BaseAnchoredCurriculum(args.lambda_base_start, args.lambda_base_decay_ratio)
         config = model_config(model)
         self.token_ids = None
-        if config.shortlist is not None:
+        if config.shortlist is not None and args.shortlist_size != 0:
             self.token_ids = torch.tensor(config.shortlist_ids, device=args.device)
-        if args.shortlist_size is not None and train_dataset is not None:
+        if args.shortlist_size and train_dataset is not None:
             counts = train_dataset.token_counts(model.config.vocab_size)
             self.token_ids = counts.topk(min(args.shortlist_size, len(counts))).indices.sort().values
             self.token_ids = self.token_ids.to(args.device)
