@@ -68,6 +68,9 @@ class DominoConfig(Qwen3Config):
             The only ids that the draft may propose, which makes its output head cheaper; the target may still choose
             any. A bit for each id of the vocabulary, lowest first, in base64: see `shortlist_ids` and `set_shortlist`.
             Other engines propose from the whole vocabulary.
+        candidate_pool_size (`int`, *optional*):
+            At each position the head corrects only so many ids, the likeliest by the base logits, which makes it
+            cheaper where the vocabulary is large; another id is then not proposed there. Default: all are corrected.
         context_features (`"layer_output"`, defaults to `"layer_output"`):
             Stated for other engines: features are the raw outputs of the decoder layers, also for the last layer,
             whose entry in transformers' `hidden_states` is taken after the final norm instead.
@@ -91,6 +94,7 @@ class DominoConfig(Qwen3Config):
     emb_dim: int | None = None
     sliding_window_rule: Literal["causal", "symmetric", "none"] | None = None
     shortlist: str | None = None
+    candidate_pool_size: int | None = None
     context_features: Literal["layer_output"] = "layer_output"
 
     def __post_init__(self, **kwargs):
@@ -194,6 +198,11 @@ class DominoConfig(Qwen3Config):
                 f"`layer_types` holds {unknown}: a draft's layers are 'full_attention' or 'sliding_attention'."
             )
         self.shortlist_ids  # noqa: B018 - raises where it cannot be read
+        if self.candidate_pool_size is not None and self.candidate_pool_size < 1:
+            raise ValueError(
+                f"`candidate_pool_size` is {self.candidate_pool_size}: give how many ids the head may choose among, or "
+                "leave it out for all."
+            )
         if "sliding_attention" in self.layer_types and not self.sliding_window:
             raise ValueError(
                 f"`layer_types` holds sliding_attention but `sliding_window` is {self.sliding_window}: give its width."
@@ -250,8 +259,9 @@ class DominoConfig(Qwen3Config):
         output["auto_map"] = dict(AUTO_MAP)
         if "sliding_attention" not in self.layer_types:
             output.pop("sliding_window_rule")
-        if self.shortlist is None:
-            output.pop("shortlist")
+        for name in ("shortlist", "candidate_pool_size"):
+            if output[name] is None:
+                output.pop(name)
         if not self.has_head:
             output = {k: v for k, v in output.items() if k not in HEAD_FIELDS or k == "shift_label"}
         output["dflash_config"] = {k: output[k] for k in NESTED_FIELDS if output.get(k) is not None}

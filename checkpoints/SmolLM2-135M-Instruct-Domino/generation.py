@@ -3,102 +3,194 @@
 
 # Copyright 2026 The domino_spec authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between the supported versions of transformers (5.17 to 5.24), in one place."""
-
-import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import Any
+"""How do rows that advance at their own pace share one cache? In the target's, what a row must not see stays, masked,
+until the holes cost more than a copy; in the draft's, each row has its entries at the slots of its own positions."""
 
 import torch
-from transformers import GenerationConfig
-from transformers.cache_utils import Cache, QuantizedLayer
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.cache_utils import Cache, DynamicLayer
 
-# Up to 5.23 models take and return their cache as `past_key_values`, from 5.24 on as `cache`.
-CACHE_NAME = "cache" if "cache" in {f.name for f in fields(GenerateDecoderOnlyOutput)} else "past_key_values"
-
-
-def layers_that_keep(cache: Cache) -> list[str]:
-    """Class names of the layers of `cache` that cannot be cropped."""
-    # In the earlier versions quantised layers pass for croppable, but keep their packed part.
-    return sorted(
-        {type(layer).__name__ for layer in cache.layers if not layer.is_croppable or isinstance(layer, QuantizedLayer)}
-    )
+# Entries that hold nothing are dropped once they are more than this share of the cache and more than a few.
+_MAX_HOLES = 0.25
+_FEW = 16
 
 
-@contextmanager
-def recording_past(cache: Cache) -> Iterator[None]:
+def can_have_holes(cache: Cache) -> bool:
+    """Whether entries of `cache` may be masked and moved: it grows, keeps everything and orders nothing by index."""
+    # An offloaded cache fetches its layers on a stream of its own, at times that only it knows.
+    return not getattr(cache, "offloading", False) and all(type(layer) is DynamicLayer for layer in cache.layers)
+
+
+class RaggedCache:
     """
-    Let `cache` be cropped, also where it slides, and leave it as plain decoding would: a user may go on with it, and
-    layers that still record would keep, or trip over, what plain decoding drops.
+    A cache `[n, heads, P, head_dim]` with, for each entry, where its token stands and whether its row may see it.
+
+    Args:
+        cache (`Cache`): see [`can_have_holes`]; extended by the models, cut and packed here.
+        positions (`torch.LongTensor` of shape `[n, P]`): of the entries it holds.
+        visible (`torch.BoolTensor` of shape `[n, P]`): `False` on padding and on rejected tokens.
     """
-    cache.activate_past_recording()
-    try:
-        yield
-    finally:
-        for layer in cache.layers:
-            if getattr(layer, "record_past", False):
-                layer.record_past = False
+
+    def __init__(self, cache: Cache, positions: torch.LongTensor, visible: torch.BoolTensor):
+        self.cache, self.positions, self.visible = cache, positions, visible
+        # Of `visible`, kept on the host, so that no round waits for it.
+        self._counts: list[int] = visible.sum(-1).tolist()
+
+    def append(self, positions: torch.LongTensor, visible: torch.BoolTensor, counts: list[int]):
+        """Say what a pass has added: `[n, L]` each, and how many of them each row may see."""
+        self.positions = torch.cat([self.positions, positions], dim=1)
+        self.visible = torch.cat([self.visible, visible], dim=1)
+        self._counts = [before + new for before, new in zip(self._counts, counts, strict=True)]
+
+    def tidy(self):
+        """Pack the cache when much of it is holes: visible entries move to the right end, in order."""
+        length, longest = self.visible.shape[1], max(self._counts)
+        if length - longest <= max(_FEW, length * _MAX_HOLES):
+            return
+        # Stable, so that entries keep their order; False sorts before True.
+        index = self.visible.to(torch.uint8).argsort(dim=-1, stable=True)[:, length - longest :]
+        self.positions, self.visible = self.positions.gather(1, index), self.visible.gather(1, index)
+        for layer in self.cache.layers:
+            if layer.is_initialized:
+                layer.keys = _gather(layer.keys, index)
+                layer.values = _gather(layer.values, index)
+
+    def keep(self, entries: list[int]):
+        """Forget all other rows."""
+        rows = torch.tensor(entries, device=self.visible.device)
+        self.positions, self.visible = self.positions[rows], self.visible[rows]
+        self._counts = [self._counts[entry] for entry in entries]
+        for layer in self.cache.layers:
+            if layer.is_initialized:
+                layer.batch_select_indices(rows.to(layer.keys.device))
+
+    def take_row(self, row: int) -> "CachedRow":
+        """What one row may see, to be put back by [`restore`]."""
+        seen = self.visible[row]
+        layers = [
+            (layer.keys[row][:, seen.to(layer.keys.device)], layer.values[row][:, seen.to(layer.keys.device)])
+            if layer.is_initialized
+            else None
+            for layer in self.cache.layers
+        ]
+        return CachedRow(self.positions[row, seen], layers)
+
+    def restore(self, rows: list["CachedRow"], length: int):
+        """Fill the cache with `rows`, each entry at the index of its position: `[len(rows), heads, length, head_dim]`
+        with zeros elsewhere, as a cache without holes has them."""
+        for i, layer in enumerate(self.cache.layers):
+            if not layer.is_initialized:
+                continue
+            for name, which in (("keys", 0), ("values", 1)):
+                old = getattr(layer, name)
+                whole = old.new_zeros(len(rows), old.shape[1], length, old.shape[3])
+                for slot, row in enumerate(rows):
+                    whole[slot].index_copy_(1, row.positions.to(old.device), row.layers[i][which])
+                setattr(layer, name, whole)
 
 
-@dataclass
-class DominoGenerateOutput(GenerateDecoderOnlyOutput):
+class DraftCache(Cache):
     """
-    What `generate` returns with `return_dict_in_generate=True`: transformers' own output, and
+    A draft's keys and values `[n, heads, slots, head_dim]`: each row's context from slot 0 on without holes, the block
+    under way behind it.
+
+    Written in place into room made beforehand, so that a round costs what it adds: nothing is copied but when the room
+    is used up, and a block needs no cutting off, as the next context overwrites it.
+
+    Args:
+        num_rows (`int`): n.
+        room (`int`): slots to make at once; more are made as they are needed.
 
     Attributes:
-        acceptance_lengths (`torch.LongTensor` of shape `[N, rounds]`): tokens that each round committed in each row
-            (accepted proposals and the bonus token; fewer where a stop cut the round; 0 once the row had ended). The
-            first token of all comes from the prefill and is not counted, so that a row's sum is the number of its
-            new tokens less one.
-        seconds (`dict[str, float]`): wall-clock time of the call by part: `"prefill"`, `"draft"` (backbone and
-            rollout), `"verify"` (target pass and verification) and `"host"` (all else). On an accelerator, work still
-            queued counts where it is waited for.
+        lengths (`list[int]`): context of each row.
     """
 
-    acceptance_lengths: torch.LongTensor | None = None
-    seconds: dict[str, float] | None = None
+    def __init__(self, num_rows: int, room: int = 0):
+        super().__init__(layers=[])
+        self.lengths, self._room = [0] * num_rows, room
+        self._buffers: list[list[torch.Tensor]] = []
+        self._slots: torch.LongTensor | slice = slice(0, 0)
+        self._end = 0
+
+    def place(self, slots: "torch.LongTensor | slice", end: int):
+        """
+        Say where the next pass goes, and that it reads the slots before `end`.
+
+        Args:
+            slots (`slice` or `torch.LongTensor` of shape `[n, L + B]`): the same slots for all rows, or each row's own.
+                Slot `end` takes what a row has not got.
+        """
+        self._slots, self._end = slots, end
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args, **kwargs):
+        """Write `[n, heads, L + B, head_dim]` into a layer; returns its keys and values `[n, heads, end, head_dim]`."""
+        if layer_idx == len(self._buffers):
+            empty = keys.new_empty(*keys.shape[:2], 0, keys.shape[3])
+            self._buffers.append([empty, empty])
+        buffers = self._buffers[layer_idx]
+        if buffers[0].shape[2] <= self._end:
+            # By more than asked, so that a long answer is not copied at every round.
+            room = max(self._room, self._end + max(self._end // 2, 64))
+            buffers[:] = [_with_room(buffer, room) for buffer in buffers]
+        for buffer, new in zip(buffers, (keys, values), strict=True):
+            if isinstance(self._slots, slice):
+                buffer[:, :, self._slots] = new
+            else:
+                index = self._slots[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3])
+                buffer.scatter_(2, index, new)
+        return tuple(buffer[:, :, : self._end] for buffer in buffers)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Context of the longest row."""
+        return max(self.lengths)
+
+    def copy_rows(self, other: "DraftCache", entries: list[int]):
+        """Take over rows of another cache; this one has as many rows as `entries`, and room for them."""
+        self.lengths = [other.lengths[entry] for entry in entries]
+        length = max(self.lengths)
+        for layer_idx, theirs in enumerate(other._buffers):
+            if layer_idx == len(self._buffers):
+                self._buffers.append(
+                    [_with_room(buffer[entries, :, :0], max(self._room, length + 1)) for buffer in theirs]
+                )
+            for ours, buffer in zip(self._buffers[layer_idx], theirs, strict=True):
+                ours[:, :, :length] = buffer[entries, :, :length]
+
+    def clear(self):
+        """Forget everything but the room."""
+        self.lengths = [0] * len(self.lengths)
+        for buffers in self._buffers:
+            for buffer in buffers:
+                buffer.zero_()
+
+    def keep(self, entries: list[int]):
+        """Forget all other rows."""
+        self.lengths = [self.lengths[entry] for entry in entries]
+        self._buffers = [[buffer[entries] for buffer in buffers] for buffers in self._buffers]
 
 
-def is_returned(cache: Cache, generation_config: GenerationConfig) -> bool:
-    """Whether the caller will see `cache` after the call: it is part of the output, or was passed in."""
-    return bool(generation_config.return_dict_in_generate) or getattr(cache, "_is_user_defined", False)
-
-
-def asked_for(generation_config: GenerationConfig, name: str) -> Any:
-    """The option `name`, or `None` where it stands at the default that `generate` fills in for whom names nothing."""
-    value = getattr(generation_config, name)
-    return None if value == GenerationConfig._get_default_generation_params().get(name) else value
-
-
-def with_defaults_of(draft: Any, generation_config: GenerationConfig) -> GenerationConfig:
+class CachedRow:
     """
-    The call's options, with those of the draft's own `generation_config` about drafting that the call leaves out. Not
-    the schedule: its default cannot be told from a call that asks for it, and a call must be able to.
+    Keys and values of one row.
+
+    Args:
+        positions (`torch.LongTensor` of shape `[m]`): of its entries.
+        layers: for each layer keys and values `[heads, m, head_dim]`, or `None` for a layer that holds none.
     """
-    own = draft.generation_config
-    names = ("num_assistant_tokens", "assistant_confidence_threshold")
-    chosen = {
-        name: value
-        for name in names
-        if own is not None
-        and asked_for(generation_config, name) is None
-        and (value := asked_for(own, name)) is not None
-    }
-    if not chosen:
-        return generation_config
-    # The caller's object stays as it is.
-    generation_config = copy.copy(generation_config)
-    for name, value in chosen.items():
-        setattr(generation_config, name, value)
-    return generation_config
+
+    def __init__(self, positions: torch.LongTensor, layers: list):
+        self.positions, self.layers = positions, layers
 
 
-def make_output(cache: Cache, **values: Any) -> DominoGenerateOutput:
-    """The output with `cache` under the name that this transformers uses."""
-    return DominoGenerateOutput(**values, **{CACHE_NAME: cache})
+def _gather(states: torch.Tensor, index: torch.LongTensor) -> torch.Tensor:
+    index = index.to(states.device)[:, None, :, None]
+    return states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))
+
+
+def _with_room(buffer: torch.Tensor, room: int) -> torch.Tensor:
+    # Zeros: what no pass has written is masked, and a mask cannot hide what is not a number.
+    larger = buffer.new_zeros(*buffer.shape[:2], room, buffer.shape[3])
+    larger[:, :, : buffer.shape[2]] = buffer
+    return larger
 
 
 # Copyright 2026 The domino_spec authors.
@@ -259,15 +351,20 @@ def _is_packed(weight: torch.Tensor) -> bool:
     return not (weight.is_floating_point() and weight.itemsize > 1)
 
 
+def is_plain_linear(linear: nn.Module) -> bool:
+    """Whether a projection is just a matrix at hand: no adapter, not quantised, offloaded or shared among devices."""
+    if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or _is_packed(linear.weight):
+        return False
+    # Of a weight that is elsewhere, the place is empty.
+    return not linear.weight.is_meta and linear.weight.shape == (linear.out_features, linear.in_features)
+
+
 def linear_rows(linear: nn.Module, rows: torch.LongTensor) -> nn.Linear | None:
     """
     A projection to the outputs `rows` `[K]` of `linear` alone, with copies of their weights; `None` where it is more
-    than a matrix at hand: with an adapter, quantised, offloaded, or shared among devices.
+    than a matrix, see [`is_plain_linear`].
     """
-    if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or _is_packed(linear.weight):
-        return None
-    # Of a weight that is elsewhere, the place is empty.
-    if linear.weight.is_meta or linear.weight.shape != (linear.out_features, linear.in_features):
+    if not is_plain_linear(linear):
         return None
     narrow = nn.Linear(linear.in_features, len(rows), bias=linear.bias is not None, device="meta")
     with torch.no_grad():
@@ -308,217 +405,741 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
 
 # Copyright 2026 The domino_spec authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How do rows that advance at their own pace share one cache? What a row must not see stays in it, masked, until the
-holes cost more than a copy."""
+"""What does a draft make of a block? One backbone pass over what it has not read yet, the anchor and masks."""
+
+from dataclasses import dataclass
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer
-
-# Entries that hold nothing are dropped once they are more than this share of the cache and more than a few.
-_MAX_HOLES = 0.25
-_FEW = 16
 
 
-def can_have_holes(cache: Cache) -> bool:
-    """Whether entries of `cache` may be masked and moved: it grows, keeps everything and orders nothing by index."""
-    # An offloaded cache fetches its layers on a stream of its own, at times that only it knows.
-    return not getattr(cache, "offloading", False) and all(type(layer) is DynamicLayer for layer in cache.layers)
 
-
-class RaggedCache:
+@dataclass
+class Context:
     """
-    A cache `[n, heads, P, head_dim]` with, for each entry, where its token stands and whether its row may see it.
+    Features of verified positions that a draft has not read yet.
+
+    Attributes:
+        features (`torch.Tensor` of shape `[n, L, T * H]`): on the draft's device.
+        counts (`list[int]`): how many of the L positions each row has.
+        visible (`torch.BoolTensor` of shape `[n, L]`): which ones these are.
+    """
+
+    features: torch.Tensor
+    counts: list[int]
+    visible: torch.BoolTensor
+
+    @classmethod
+    def joined(cls, parts: "list[Context]") -> "Context":
+        """Several of the same rows, one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(
+            torch.cat([part.features for part in parts], dim=1),
+            [sum(counts) for counts in zip(*(part.counts for part in parts), strict=True)],
+            torch.cat([part.visible for part in parts], dim=1),
+        )
+
+    def keep(self, entries: list[int]) -> "Context":
+        """The same without all other rows."""
+        return Context(self.features[entries], [self.counts[entry] for entry in entries], self.visible[entries])
+
+
+class DraftState:
+    """
+    What one call of `generate` keeps about a draft: its key/value cache, and where the text stands that this begins at.
+
+    A draft holds no per-call state itself, so that threads may share it.
 
     Args:
-        cache (`Cache`): see [`can_have_holes`]; extended by the models, cut and packed here.
-        positions (`torch.LongTensor` of shape `[n, P]`): of the entries it holds.
-        visible (`torch.BoolTensor` of shape `[n, P]`): `False` on padding and on rejected tokens.
+        origins (`list[int]`): absolute position of the first context token of each row that the draft will be shown.
+        cache (`DraftCache`, *optional*): what the draft has been shown; nothing yet, when not given.
     """
 
-    def __init__(self, cache: Cache, positions: torch.LongTensor, visible: torch.BoolTensor):
-        self.cache, self.positions, self.visible = cache, positions, visible
+    def __init__(self, origins: list[int], cache: DraftCache | None = None):
+        self.origins, self.cache = origins, DraftCache(len(origins)) if cache is None else cache
 
-    def append(self, positions: torch.LongTensor, visible: torch.BoolTensor):
-        """Say what a pass has added: `[n, L]` each."""
-        self.positions = torch.cat([self.positions, positions], dim=1)
-        self.visible = torch.cat([self.visible, visible], dim=1)
-
-    def tidy(self):
-        """Pack the cache when much of it is holes: visible entries move to the right end, in order."""
-        length = self.visible.shape[1]
-        longest = int(self.visible.sum(-1).max())
-        if length - longest <= max(_FEW, length * _MAX_HOLES):
-            return
-        # Stable, so that entries keep their order; False sorts before True.
-        index = self.visible.to(torch.uint8).argsort(dim=-1, stable=True)[:, length - longest :]
-        self.positions, self.visible = self.positions.gather(1, index), self.visible.gather(1, index)
-        for layer in self.cache.layers:
-            if layer.is_initialized:
-                layer.keys = _gather(layer.keys, index)
-                layer.values = _gather(layer.values, index)
-
-    def keep(self, rows: torch.LongTensor):
+    def keep(self, entries: list[int]):
         """Forget all other rows."""
-        self.positions, self.visible = self.positions[rows], self.visible[rows]
-        for layer in self.cache.layers:
-            if layer.is_initialized:
-                layer.batch_select_indices(rows.to(layer.keys.device))
-
-    def take_row(self, row: int) -> "CachedRow":
-        """What one row may see, to be put back by [`restore`]."""
-        seen = self.visible[row]
-        layers = [
-            (layer.keys[row][:, seen.to(layer.keys.device)], layer.values[row][:, seen.to(layer.keys.device)])
-            if layer.is_initialized
-            else None
-            for layer in self.cache.layers
-        ]
-        return CachedRow(self.positions[row, seen], layers)
-
-    def restore(self, rows: list["CachedRow"], length: int):
-        """Fill the cache with `rows`, each entry at the index of its position: `[len(rows), heads, length, head_dim]`
-        with zeros elsewhere, as a cache without holes has them."""
-        for i, layer in enumerate(self.cache.layers):
-            if not layer.is_initialized:
-                continue
-            for name, which in (("keys", 0), ("values", 1)):
-                old = getattr(layer, name)
-                whole = old.new_zeros(len(rows), old.shape[1], length, old.shape[3])
-                for slot, row in enumerate(rows):
-                    whole[slot].index_copy_(1, row.positions.to(old.device), row.layers[i][which])
-                setattr(layer, name, whole)
+        self.origins = [self.origins[entry] for entry in entries]
+        self.cache.keep(entries)
 
 
-class CachedRow:
+def draft_hidden(
+    draft, target: TargetParts, state: DraftState, context: Context, anchor: torch.LongTensor
+) -> torch.Tensor:
     """
-    Keys and values of one row.
+    One backbone pass: append the new context to the draft's cache and return draft hidden `[n, B, H]`.
 
     Args:
-        positions (`torch.LongTensor` of shape `[m]`): of its entries.
-        layers: for each layer keys and values `[heads, m, head_dim]`, or `None` for a layer that holds none.
+        draft (`DominoDraftModel`), target (`TargetParts`): the two models.
+        state (`DraftState`): extended by the context, in place.
+        context (`Context`): of the positions verified since the last pass. The anchor's own features do not exist yet.
+        anchor (`torch.LongTensor` of shape `[n, 1]`): the last committed token of each row.
     """
+    length, device, past = context.features.shape[1], context.features.device, state.cache.lengths
+    state.cache.lengths = [before + new for before, new in zip(past, context.counts, strict=True)]
+    end = max(state.cache.lengths) + draft.config.block_size
+    origins = torch.tensor(state.origins, device=device)
+    # Rows with as much text that all have all positions need neither an index nor a mask.
+    if len(set(past)) == 1 and set(context.counts) == {length}:
+        state.cache.place(slice(past[0], end), end)
+        slots = torch.arange(past[0], end, device=device)
+        return _run(draft, target, state.cache, context.features, anchor, origins, slots, end, None)
+    lengths = torch.tensor(past, device=device)
+    return ragged_hidden(draft, target, state.cache, context.features, context.visible, anchor, origins, lengths, end)
 
-    def __init__(self, positions: torch.LongTensor, layers: list):
-        self.positions, self.layers = positions, layers
+
+def ragged_hidden(
+    draft,
+    target: TargetParts,
+    cache: DraftCache,
+    features: torch.Tensor,
+    visible: torch.BoolTensor,
+    anchor: torch.LongTensor,
+    origins: torch.LongTensor,
+    lengths: torch.LongTensor,
+    end: int,
+) -> torch.Tensor:
+    """
+    [`draft_hidden`] for rows that differ, with all that differs in tensors: nothing waits for the device.
+
+    Args:
+        draft, target, anchor: as there.
+        cache (`DraftCache`): written to; its own count of the context is the caller's.
+        features (`torch.Tensor` of shape `[n, L, T * H]`), visible (`torch.BoolTensor` of shape `[n, L]`): the context.
+        origins (`torch.LongTensor` of shape `[n]`): see [`DraftState`].
+        lengths (`torch.LongTensor` of shape `[n]`): context that the cache holds of each row.
+        end (`int`): slots that are read; no row's block may reach further.
+    """
+    ends = (lengths + visible.sum(-1))[:, None]
+    # What a row has not got is written behind everything.
+    written = torch.where(visible, lengths[:, None] + visible.cumsum(-1) - 1, end)
+    size, device = draft.config.block_size, features.device
+    slots = torch.cat([written, ends + torch.arange(size, device=device)], dim=-1)
+    cache.place(slots, end)
+    seen = torch.arange(end, device=device) < ends + size
+    return _run(draft, target, cache, features, anchor, origins, slots, end, seen)
 
 
-def _gather(states: torch.Tensor, index: torch.LongTensor) -> torch.Tensor:
-    index = index.to(states.device)[:, None, :, None]
-    return states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))
+def _run(draft, target, cache, features, anchor, origins, slots, end, seen) -> torch.Tensor:
+    """The pass, to `slots` `[L + B]` or `[n, L + B]` of `cache`, of which each row may read those `seen` `[n, end]`."""
+    size, device = draft.config.block_size, features.device
+    block_ids = torch.cat([anchor, anchor.new_full((len(anchor), size - 1), draft.config.mask_token_id)], dim=1)
+    positions = origins[:, None] + slots
+    keys = origins[:, None] + torch.arange(end, device=device)
+    return draft(
+        noise_embeds=target.embed(block_ids).to(device),
+        context_hidden_states=features,
+        position_ids=positions,
+        attention_mask=draft.layer_masks(positions[:, -size:], keys, seen),
+        cache=cache,
+    ).last_hidden_state
 
 
 # Copyright 2026 The domino_spec authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What does `return_dict_in_generate` ask for? Kept here token by token, as plain `generate` gives it."""
+"""How is a greedy rollout made fast on a GPU? Triton kernels for the head: a step is four launches and no more.
 
-from typing import Any
+    read     r, z = sigmoid(i_r + W_r h), sigmoid(i_z + W_z h);  n = tanh(i_n + r * W_n h);  h' = (1 - z) n + z h
+    score    b = silu(hidden_part + W_state h');  final logits = base logits + W_out b
+    choose   the first place of the maximum, and its id
+
+`[i_r, i_z, i_n]` is `W_ih` times the embedding of the token that is read, for all tokens a table; `hidden_part` is the
+share of draft hidden in `W1 [hidden ; state]`. Both can be made before the rollout and are made elsewhere.
+
+Nothing here waits for the GPU or allocates, so that a whole rollout can be captured in a CUDA graph. Sums are float32
+and logits are never rounded to the dtype of the weights, so in half precision a near tie may fall otherwise than it
+does in torch. Triton is optional: where [`is_available`] says no, nothing else in this module may be called.
+
+Shape symbols: n rows, G width of the prefix state, E of the bottleneck, V what may be proposed.
+"""
+
+from contextlib import nullcontext
 
 import torch
-from transformers import GenerationConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = tl = None
+
+# Of weights and activations, in any mixture.
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# How much of the vocabulary a program scores: with the weights of the correction, which take the time, or without.
+_PLACES_CORRECTED, _PLACES_BARE = 64, 256
 
 
-class Record:
+if triton is not None:
+
+    @triton.jit
+    def _gru_kernel(
+        inputs,
+        rows,
+        state,
+        weight,
+        out,
+        num_rows,
+        inputs_stride,
+        rows_stride,
+        state_stride,
+        weight_stride,
+        out_stride,
+        WIDTH: tl.constexpr,
+        ROWS: tl.constexpr,
+        UNITS: tl.constexpr,
+        CHUNK: tl.constexpr,
+    ):
+        # A program makes UNITS numbers of ROWS states, all three gates of them.
+        row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        unit = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
+        is_row, is_unit = row < num_rows, unit < WIDTH
+        inside = is_row[:, None] & is_unit[None, :]
+        source = row
+        if rows is not None:
+            source = tl.load(rows + row * rows_stride, is_row, 0)
+        # A table may have more than 2^31 entries.
+        read = inputs + source.to(tl.int64)[:, None] * inputs_stride + unit[None, :]
+        reset = tl.load(read, inside, 0.0).to(tl.float32)
+        update = tl.load(read + WIDTH, inside, 0.0).to(tl.float32)
+        new = tl.load(read + 2 * WIDTH, inside, 0.0).to(tl.float32)
+        old = tl.zeros([ROWS, UNITS], tl.float32)
+        if state is not None:
+            old = tl.load(state + row[:, None] * state_stride + unit[None, :], inside, 0.0).to(tl.float32)
+            # Summed over threads once, at the end: products pile up where they are made. The tiles have three
+            # dimensions from the start, so that a weight is loaded once and serves all rows from its register.
+            reset_sum = tl.zeros([ROWS, UNITS, CHUNK], tl.float32)
+            update_sum = tl.zeros([ROWS, UNITS, CHUNK], tl.float32)
+            new_sum = tl.zeros([ROWS, UNITS, CHUNK], tl.float32)
+            gate = WIDTH * weight_stride
+            # Unrolled, so that the loads of all chunks are under way together: this kernel waits for memory.
+            for start in tl.static_range(0, WIDTH, CHUNK):
+                column = start + tl.arange(0, CHUNK)[None, None, :]
+                is_column = column < WIDTH
+                states = state + row[:, None, None] * state_stride + column
+                states = tl.load(states, is_row[:, None, None] & is_column, 0.0).to(tl.float32)
+                weights = weight + unit[None, :, None] * weight_stride + column
+                is_weight = is_unit[None, :, None] & is_column
+                reset_sum += tl.load(weights, is_weight, 0.0).to(tl.float32) * states
+                update_sum += tl.load(weights + gate, is_weight, 0.0).to(tl.float32) * states
+                new_sum += tl.load(weights + 2 * gate, is_weight, 0.0).to(tl.float32) * states
+            reset += tl.sum(reset_sum, 2)
+            update += tl.sum(update_sum, 2)
+            new += tl.sigmoid(reset) * tl.sum(new_sum, 2)
+        # tanh, of which Triton's language has none.
+        new = 2 * tl.sigmoid(2 * new) - 1
+        update = tl.sigmoid(update)
+        result = (1 - update) * new + update * old
+        tl.store(out + row[:, None] * out_stride + unit[None, :], result.to(out.dtype.element_ty), inside)
+
+    @triton.jit
+    def _bottleneck_kernel(
+        hidden_part,
+        state,
+        weight,
+        bottleneck,
+        num_rows,
+        width,
+        hidden_stride,
+        state_stride,
+        weight_stride,
+        STATE_WIDTH: tl.constexpr,
+        ROWS: tl.constexpr,
+        UNITS: tl.constexpr,
+        CHUNK: tl.constexpr,
+    ):
+        row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        unit = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
+        is_row, is_unit = row < num_rows, unit < width
+        inside = is_row[:, None] & is_unit[None, :]
+        total = tl.zeros([ROWS, UNITS, CHUNK], tl.float32)
+        for start in tl.static_range(0, STATE_WIDTH, CHUNK):
+            column = start + tl.arange(0, CHUNK)[None, None, :]
+            is_column = column < STATE_WIDTH
+            states = state + row[:, None, None] * state_stride + column
+            states = tl.load(states, is_row[:, None, None] & is_column, 0.0).to(tl.float32)
+            weights = weight + unit[None, :, None] * weight_stride + column
+            total += tl.load(weights, is_unit[None, :, None] & is_column, 0.0).to(tl.float32) * states
+        fused = tl.load(hidden_part + row[:, None] * hidden_stride + unit[None, :], inside, 0.0).to(tl.float32)
+        fused += tl.sum(total, 2)
+        result = fused * tl.sigmoid(fused)
+        tl.store(bottleneck + row[:, None] * width + unit[None, :], result.to(bottleneck.dtype.element_ty), inside)
+
+    @triton.jit
+    def _first_maximum(scores):
+        # Of each column of `scores`: the maximum and its first place, where NaN is above all numbers, as in torch. The
+        # comparisons of a reduction drop NaN or keep it as the order has it, so it must not get there.
+        is_nan = scores != scores
+        has_nan = tl.max(is_nan.to(tl.int32), 0) > 0
+        ranks = tl.where(has_nan[None, :], tl.where(is_nan, 1.0, 0.0), scores)
+        maximum, place = tl.max(ranks, 0, return_indices=True)
+        return tl.where(has_nan, float("nan"), maximum), place
+
+    @triton.jit
+    def _score_kernel(
+        base_logits,
+        bottleneck,
+        weight,
+        block_peaks,
+        block_places,
+        num_rows,
+        vocabulary,
+        num_blocks,
+        base_stride,
+        weight_stride,
+        WIDTH: tl.constexpr,
+        OPERAND: tl.constexpr,
+        ROWS: tl.constexpr,
+        PLACES: tl.constexpr,
+        CHUNK: tl.constexpr,
+    ):
+        block = tl.program_id(0)
+        place = block * PLACES + tl.arange(0, PLACES)
+        row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        is_place, is_row = place < vocabulary, row < num_rows
+        inside = is_place[:, None] & is_row[None, :]
+        logits = tl.zeros([PLACES, ROWS], tl.float32)
+        if weight is not None:
+            # The vocabulary is the longer side of the product, so it takes the operand that tensor cores want long.
+            # Stages: chunks of the weights that are on their way while one is multiplied.
+            for start in tl.range(0, WIDTH, CHUNK, num_stages=4):
+                column = start + tl.arange(0, CHUNK)
+                is_column = column < WIDTH
+                weights = weight + place.to(tl.int64)[:, None] * weight_stride + column[None, :]
+                weights = tl.load(weights, is_place[:, None] & is_column[None, :], 0.0)
+                inputs = bottleneck + row[None, :] * WIDTH + column[:, None]
+                inputs = tl.load(inputs, is_row[None, :] & is_column[:, None], 0.0)
+                # "ieee": float32 stays float32, where tensor cores would cut it to 19 bits.
+                logits = tl.dot(weights.to(OPERAND), inputs.to(OPERAND), logits, input_precision="ieee")
+        # After the product, whose operands are the long wait: loaded first, these few would hold them up.
+        base = base_logits + row.to(tl.int64)[None, :] * base_stride + place[:, None]
+        logits += tl.load(base, inside, 0.0).to(tl.float32)
+        # Only now, for a bottleneck that is not finite makes NaN of the zeros beyond the vocabulary.
+        logits = tl.where(inside, logits, float("-inf"))
+        peak, first = _first_maximum(logits)
+        at = row * num_blocks + block
+        tl.store(block_peaks + at, peak, is_row)
+        tl.store(block_places + at, block * PLACES + first, is_row)
+
+    @triton.jit
+    def _choice_kernel(
+        block_peaks,
+        block_places,
+        token_ids,
+        ids,
+        places,
+        peaks,
+        num_blocks,
+        ids_stride,
+        places_stride,
+        peaks_stride,
+        BLOCKS: tl.constexpr,
+    ):
+        row = tl.program_id(0)
+        block = tl.arange(0, BLOCKS)[:, None]
+        scores = tl.load(block_peaks + row * num_blocks + block, block < num_blocks, float("-inf"))
+        # Blocks are in the order of their places, so the first of equal ones has the lowest.
+        peak, winner = _first_maximum(scores)
+        place = tl.load(block_places + row * num_blocks + winner).to(tl.int64)
+        one = tl.arange(0, 1)
+        tl.store(peaks + row * peaks_stride + one, peak)
+        if places is not None:
+            tl.store(places + row * places_stride + one, place)
+        if token_ids is not None:
+            place = tl.load(token_ids + place)
+        tl.store(ids + row * ids_stride + one, place)
+
+
+def is_available(device: torch.device) -> bool:
     """
-    Scores, logits, hidden states and attentions, one entry per new token; `None` where not asked for.
+    Whether the kernels run on `device`: a GPU of compute capability 7.0 or newer, or any device where Triton's
+    interpreter (environment variable `TRITON_INTERPRET=1`) was on before Triton was imported.
+    """
+    if triton is None:
+        return False
+    # Switched on late, the interpreter has our functions but not those of Triton itself, and nothing runs.
+    interpreted = [not isinstance(function, triton.JITFunction) for function in (_gru_kernel, tl.max)]
+    if any(interpreted):
+        return all(interpreted)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0)
+
+
+def gru_step(
+    inputs: torch.Tensor,
+    state: torch.Tensor | None,
+    weight_hh: torch.Tensor,
+    out: torch.Tensor,
+    rows: torch.LongTensor | None = None,
+) -> torch.Tensor:
+    """
+    One step of a GRU without bias; gates in torch's order: reset, update, new.
+
+    Each tensor is of any of `KERNEL_DTYPES` and contiguous in its last dimension.
 
     Args:
-        config (`GenerationConfig`): says what is asked for.
-        num_rows (`int`): rows of the batch (N). Where a row has no token any more, entries hold zeros.
+        inputs (`torch.Tensor` of shape `[n, 3 * G]`): `W_ih` times the embeddings that are read. With `rows` a table
+            of them, `[any, 3 * G]`.
+        state (`torch.Tensor` of shape `[n, G]`, *optional*): prefix state; zero when not given.
+        weight_hh (`torch.Tensor` of shape `[3 * G, G]`): `weight_hh_l0` of a `torch.nn.GRU`.
+        out (`torch.Tensor` of shape `[n, G]`): receives the new prefix state; must share no memory with `state`.
+        rows (`torch.LongTensor` of shape `[n]`, *optional*): lines of the table to read, such as token ids; any
+            stride. Not checked against the table's length, for that would wait for the GPU.
+
+    Returns:
+        `out`.
+    """
+    num_rows, width = out.shape
+    assert weight_hh.shape == (3 * width, width) and inputs.shape[-1] == 3 * width
+    assert len(inputs if rows is None else rows) == num_rows
+    assert state is None or (state.shape == out.shape and state.data_ptr() != out.data_ptr())
+    assert all(tensor is None or tensor.stride(-1) == 1 for tensor in (inputs, state, weight_hh, out))
+    rows_each = _rows_each(num_rows)
+    # 8 units: at G = 1024 a program for nearly every multiprocessor of an H200.
+    grid = (triton.cdiv(width, 8), triton.cdiv(num_rows, rows_each))
+    with _current(out.device):
+        _gru_kernel[grid](
+            inputs,
+            rows,
+            state,
+            weight_hh,
+            out,
+            num_rows,
+            inputs.stride(0),
+            0 if rows is None else rows.stride(0),
+            0 if state is None else state.stride(0),
+            weight_hh.stride(0),
+            out.stride(0),
+            WIDTH=width,
+            ROWS=rows_each,
+            UNITS=8,
+            # Three sums of ROWS x UNITS x CHUNK live in the registers of 256 threads: at most 96 in each.
+            CHUNK=min(triton.next_power_of_2(width), 1024 // rows_each),
+            num_warps=8,
+        )
+    return out
+
+
+class HeadKernels:
+    """
+    The head's kernels for rollouts one after another, with all the memory that they need.
+
+    Each tensor that a method takes is of any of `KERNEL_DTYPES`, where nothing else is said, and contiguous in its last
+    dimension. A kernel is compiled when it is first launched with shapes, dtypes or alignments that it has not seen:
+    run a rollout once before it is captured in a CUDA graph. Rollouts share the memory, so threads must not share it.
+
+    Args:
+        weight_hh (`torch.Tensor` of shape `[3 * G, G]`): `prefix_gru.weight_hh_l0`.
+        weight_state (`torch.Tensor` of shape `[E, G]`): the columns of `embed_proj[0].weight` that read the state.
+        weight_out (`torch.Tensor` of shape `[V, E]`): `embed_proj[2].weight`, or its rows for a shortlist.
+        num_rows (`int`): the most rows of a rollout.
+        token_ids (`torch.LongTensor` of shape `[V]`, *optional*): the ids of a shortlist.
     """
 
-    def __init__(self, config: GenerationConfig, num_rows: int):
-        self.num_rows = num_rows
-        wanted = config.return_dict_in_generate
-        self.scores: list | None = [] if wanted and config.output_scores else None
-        self.logits: list | None = [] if wanted and config.output_logits else None
-        self.hidden_states: list | None = [] if wanted and config.output_hidden_states else None
-        self.attentions: list | None = [] if wanted and config.output_attentions else None
-
-    def add_prefill(self, outputs: Any, logits: torch.Tensor, scores: list[torch.Tensor]):
-        """The pass over the prompt: its states stay whole. `logits` is `[N, 1, V]`."""
-        if self.scores is not None:
-            self.scores.append(scores[0])
-        if self.logits is not None:
-            self.logits.append(logits[:, 0])
-        if self.hidden_states is not None:
-            self.hidden_states.append(outputs.hidden_states)
-        if self.attentions is not None:
-            self.attentions.append(outputs.attentions)
-
-    def add_round(self, outputs: Any, cache: Cache, logits: torch.Tensor, scores: list[torch.Tensor], num_new: int):
-        """
-        A round that all rows leave with equally many tokens.
-
-        Args:
-            outputs: of the target, over anchors and proposals.
-            cache: of the target; knows which layers slide.
-            logits (`torch.Tensor` of shape `[N, K + 1, V]`): unprocessed.
-            scores (`list` of `[N, V]`): processed, for each offset.
-            num_new (`int`): how many tokens each row committed.
-        """
-        if self.scores is not None:
-            self.scores += scores[:num_new]
-        if self.logits is not None:
-            self.logits += [logits[:, k] for k in range(num_new)]
-        if self.hidden_states is not None:
-            self.hidden_states += [tuple(s[:, k : k + 1] for s in outputs.hidden_states) for k in range(num_new)]
-        if self.attentions is not None:
-            # Attention backends that keep no maps give an empty tuple.
-            pairs = list(zip(outputs.attentions, cache.layers, strict=False))
-            self.attentions += [tuple(_row(attention, k, layer) for attention, layer in pairs) for k in range(num_new)]
-
-    def add_ragged_round(
+    def __init__(
         self,
-        outputs: Any,
-        logits: torch.Tensor,
-        scores: list[torch.Tensor],
-        rows: list[int],
-        first: list[int],
-        num_new: list[int],
+        weight_hh: torch.Tensor,
+        weight_state: torch.Tensor,
+        weight_out: torch.Tensor,
+        num_rows: int,
+        token_ids: torch.LongTensor | None = None,
+    ):
+        vocabulary, width = weight_out.shape
+        weights = (weight_hh, weight_state, weight_out)
+        assert weight_state.shape == (width, weight_hh.shape[1])
+        assert all(weight.dtype in KERNEL_DTYPES and weight.stride(-1) == 1 for weight in weights)
+        assert token_ids is None or (token_ids.shape == (vocabulary,) and token_ids.is_contiguous())
+        self.weight_hh, self.weight_state, self.weight_out = weights
+        self.token_ids = token_ids
+        # Float32: rounding would add up from step to step, and costs as much time as it spares at this size.
+        self._states = weight_hh.new_empty(2, num_rows, weight_hh.shape[1], dtype=torch.float32)
+        # In the dtype that tensor cores are fed with.
+        self._bottleneck = weight_out.new_empty(num_rows, width)
+        num_blocks = triton.cdiv(vocabulary, _PLACES_CORRECTED)
+        self._block_peaks = weight_out.new_empty(num_rows * num_blocks, dtype=torch.float32)
+        self._block_places = weight_out.new_empty(num_rows * num_blocks, dtype=torch.int32)
+
+    def step(
+        self, inputs: torch.Tensor, state: torch.Tensor | None, rows: torch.LongTensor | None = None
+    ) -> torch.Tensor:
+        """
+        Read one token in each row, see [`gru_step`].
+
+        Returns:
+            The new prefix state, float32 `[n, G]`, in one of two buffers: the next step but one overwrites it.
+        """
+        first, second = self._states[:, : len(inputs if rows is None else rows)]
+        out = second if state is not None and state.data_ptr() == first.data_ptr() else first
+        return gru_step(inputs, state, self.weight_hh, out, rows)
+
+    def score_argmax(
+        self,
+        base_logits: torch.Tensor,
+        ids: torch.LongTensor,
+        peaks: torch.Tensor,
+        hidden_part: torch.Tensor | None = None,
+        state: torch.Tensor | None = None,
+        corrected: bool = True,
+        places: torch.LongTensor | None = None,
     ):
         """
-        A round in which each row advances at its own pace; attentions cannot be had from it.
+        The likeliest proposal of each row; among equal ones the first, and NaN before all numbers, as in torch.
 
         Args:
-            outputs, logits, scores: as above, for the n rows that still run.
-            rows (`list[int]`): which rows of the batch these are.
-            first (`list[int]`): the number of each row's first new token in this round.
-            num_new (`list[int]`): how many tokens each committed.
+            base_logits (`torch.Tensor` of shape `[n, V]`): of the position.
+            ids (`torch.LongTensor` of shape `[n]`): receives the proposals; any stride, such as `proposal_ids[:, k]`.
+            peaks (`torch.FloatTensor` of shape `[n]`): receives their final logits, NaN and infinities as they are.
+            hidden_part (`torch.Tensor` of shape `[n, E]`): what `embed_proj[0]` makes of draft hidden alone.
+            state (`torch.Tensor` of shape `[n, G]`): prefix state after the tokens before the proposal.
+            corrected (`bool`): `False` in the pure draft prefix, where base logits count as they are and neither of
+                the two before is read.
+            places (`torch.LongTensor` of shape `[n]`, *optional*): receives where the proposals stand among the V;
+                with no shortlist the same as `ids`.
         """
-        for entry, (row, start, count) in enumerate(zip(rows, first, num_new, strict=True)):
-            for k in range(count):
-                if self.scores is not None:
-                    self._put(self.scores, start + k, row, scores[k][entry])
-                if self.logits is not None:
-                    self._put(self.logits, start + k, row, logits[entry, k])
-                if self.hidden_states is not None:
-                    if len(self.hidden_states) == start + k:
-                        self.hidden_states.append(
-                            tuple(s.new_zeros(self.num_rows, 1, s.shape[-1]) for s in outputs.hidden_states)
-                        )
-                    for whole, states in zip(self.hidden_states[start + k], outputs.hidden_states, strict=True):
-                        whole[row] = states[entry, k : k + 1]
+        num_rows, vocabulary = base_logits.shape
+        assert vocabulary == len(self.weight_out) and base_logits.stride(-1) == 1
+        assert ids.shape == peaks.shape == (num_rows,) and num_rows <= len(self._bottleneck)
+        assert ids.dtype == torch.int64 and peaks.dtype == torch.float32
+        places_each = _PLACES_CORRECTED if corrected else _PLACES_BARE
+        num_blocks = triton.cdiv(vocabulary, places_each)
+        # A tensor core takes 16 columns at least; more than 32 would crowd the registers.
+        rows_each = min(32, max(16 if corrected else 1, triton.next_power_of_2(num_rows)))
+        width = self.weight_out.shape[1]
+        with _current(base_logits.device):
+            if corrected:
+                assert hidden_part is not None and state is not None
+                self._fill_bottleneck(hidden_part, state)
+            _score_kernel[(num_blocks, triton.cdiv(num_rows, rows_each))](
+                base_logits,
+                self._bottleneck if corrected else None,
+                self.weight_out if corrected else None,
+                self._block_peaks,
+                self._block_places,
+                num_rows,
+                vocabulary,
+                num_blocks,
+                base_logits.stride(0),
+                self.weight_out.stride(0),
+                WIDTH=width,
+                OPERAND=_operand(self.weight_out.dtype),
+                ROWS=rows_each,
+                PLACES=places_each,
+                # In float32, which tensor cores do not multiply, a thread holds whole rows of a chunk in its registers.
+                CHUNK=min(max(16, triton.next_power_of_2(width)), 32 if self.weight_out.dtype == torch.float32 else 64),
+                num_warps=4,
+            )
+            _choice_kernel[(num_rows,)](
+                self._block_peaks,
+                self._block_places,
+                self.token_ids,
+                ids,
+                places,
+                peaks,
+                num_blocks,
+                ids.stride(0),
+                0 if places is None else places.stride(0),
+                peaks.stride(0),
+                BLOCKS=triton.next_power_of_2(num_blocks),
+                num_warps=8,
+            )
 
-    def _put(self, entries: list[torch.Tensor], number: int, row: int, value: torch.Tensor):
-        if len(entries) == number:
-            entries.append(value.new_zeros(self.num_rows, *value.shape))
-        entries[number][row] = value
+    def _fill_bottleneck(self, hidden_part: torch.Tensor, state: torch.Tensor):
+        num_rows, width = hidden_part.shape
+        state_width = self.weight_state.shape[1]
+        assert width == self._bottleneck.shape[1] and state.shape == (num_rows, state_width)
+        assert hidden_part.stride(-1) == state.stride(-1) == 1
+        rows_each = _rows_each(num_rows)
+        # 2 units: there are few, and each is a long sum.
+        _bottleneck_kernel[(triton.cdiv(width, 2), triton.cdiv(num_rows, rows_each))](
+            hidden_part,
+            state,
+            self.weight_state,
+            self._bottleneck,
+            num_rows,
+            width,
+            hidden_part.stride(0),
+            state.stride(0),
+            self.weight_state.stride(0),
+            STATE_WIDTH=state_width,
+            ROWS=rows_each,
+            UNITS=2,
+            CHUNK=min(triton.next_power_of_2(state_width), 1024),
+            num_warps=4,
+        )
 
-    def as_output(self) -> dict[str, tuple | None]:
-        """The four fields of `generate`'s output."""
-        fields = ("scores", "logits", "hidden_states", "attentions")
-        return {name: None if (kept := getattr(self, name)) is None else tuple(kept) for name in fields}
+
+def _rows_each(num_rows: int) -> int:
+    """Rows that share one read of the weights: a power of two, as large as registers allow."""
+    return min(4, triton.next_power_of_2(num_rows))
 
 
-def _row(attention: torch.Tensor, k: int, layer: CacheLayerMixin) -> torch.Tensor:
-    """What token k of a round saw: `[N, heads, 1, keys]`, without the proposals after it and the keys out of reach."""
-    row = attention[:, :, k : k + 1]
-    if isinstance(layer, StaticLayer):
-        # As many keys as there is room for, also in plain decoding; those not yet written have no weight.
-        return row
-    stop = attention.shape[-1] - (attention.shape[-2] - 1 - k)
-    return row[..., max(0, stop - layer.sliding_window) if layer.is_sliding else 0 : stop]
+def _operand(dtype: torch.dtype):
+    """What tensor cores are fed with, for weights of `dtype`."""
+    if not isinstance(_score_kernel, triton.JITFunction):
+        # The interpreter multiplies the bits of bfloat16 as if they were integers.
+        return tl.float32
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+
+
+def _current(device: torch.device):
+    """Triton launches on the current GPU, which need not be the one that holds the tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What may a draft propose, and how likely is each? Base logits, and the head's correction of them token by token."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+
+class UnrolledHead:
+    """
+    The head of a draft, one token at a time, whatever it is made of: adapters have their say.
+
+    Args:
+        draft (`DominoDraftModel`): whose head it is.
+        token_ids (`torch.LongTensor` of shape `[V]`, *optional*): the only ids to score.
+    """
+
+    def __init__(self, draft, token_ids: torch.LongTensor | None):
+        self.draft, self.token_ids = draft, token_ids
+
+    def begin(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What a block's draft hidden `[n, K, H]` alone says: `[n, K, ...]`, whose entry k goes to `correction`."""
+        return hidden
+
+    def step(self, token_embeds: torch.Tensor, prefix_state: torch.Tensor | None) -> torch.Tensor:
+        """The prefix state `[n, G]` after one more token, of target embeddings `[n, H]`."""
+        return self.draft.step(token_embeds, prefix_state)
+
+    def correction(
+        self, begun: torch.Tensor, prefix_state: torch.Tensor, places: torch.LongTensor | None
+    ) -> torch.Tensor:
+        """
+        Correction logits `[n, V]`.
+
+        Args:
+            begun (`torch.Tensor` of shape `[n, ...]`): of the position, an entry of `begin`.
+            prefix_state (`torch.Tensor` of shape `[n, G]`): after the tokens before it.
+            places (`torch.LongTensor` of shape `[n, V]`, *optional*): the only ones to score of what may be proposed.
+        """
+        token_ids = None if self.token_ids is None else self.token_ids.to(begun.device)
+        logits = self.draft.correction(begun, prefix_state, token_ids)
+        return logits if places is None else logits.gather(-1, places)
+
+
+class PlainHead:
+    """
+    [`UnrolledHead`] for a head of plain matrices, with less to do in each step: the share of the bottleneck that does
+    not depend on the tokens is computed for the whole block at once, and the GRU is called as a cell.
+    """
+
+    def __init__(self, draft, token_ids: torch.LongTensor | None):
+        first, last = draft.embed_proj[0], draft.embed_proj[2]
+        width = draft.config.hidden_size
+        self.weight_ih, self.weight_hh = draft.prefix_gru.weight_ih_l0, draft.prefix_gru.weight_hh_l0
+        self.weight_hidden, self.weight_state = (
+            part.contiguous() for part in first.weight.split([width, first.in_features - width], dim=1)
+        )
+        self.weight_out = last.weight if token_ids is None else last.weight[token_ids.to(last.weight.device)]
+
+    @staticmethod
+    def suits(draft) -> bool:
+        """Whether the head of `draft` is nothing but its own weights, at hand."""
+        gru, projection = draft.prefix_gru, draft.embed_proj
+        # A class of the user's may compute another head with them.
+        names = ("prefix_states", "step", "correction", "bottleneck")
+        makers = {next(cls for cls in type(draft).__mro__ if name in vars(cls)) for name in names}
+        return (
+            len(makers) == 1
+            and type(gru) is nn.GRU
+            and type(projection) is nn.Sequential
+            and all(is_plain_linear(projection[i]) for i in (0, 2))
+            and not any(module._forward_hooks or module._forward_pre_hooks for module in (gru, *projection.modules()))
+            and all(type(weight) is nn.Parameter and not weight.is_meta for weight in gru.parameters())
+        )
+
+    def begin(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, self.weight_hidden)
+
+    def step(self, token_embeds: torch.Tensor, prefix_state: torch.Tensor | None) -> torch.Tensor:
+        token_embeds = token_embeds.to(self.weight_ih)
+        if prefix_state is None:
+            prefix_state = token_embeds.new_zeros(len(token_embeds), self.weight_hh.shape[1])
+        return torch.gru_cell(token_embeds, prefix_state, self.weight_ih, self.weight_hh)
+
+    def correction(
+        self, begun: torch.Tensor, prefix_state: torch.Tensor, places: torch.LongTensor | None
+    ) -> torch.Tensor:
+        bottleneck = F.silu(begun + F.linear(prefix_state, self.weight_state))
+        if places is None:
+            return F.linear(bottleneck, self.weight_out)
+        return torch.einsum("nve,ne->nv", self.weight_out[places], bottleneck)
+
+
+class Scorer:
+    """
+    Scores what a draft may propose: all ids, or those of its shortlist; at each position all of these, or a pool of the
+    likeliest by the base logits.
+
+    Made once for a call of `generate`, with copies of the rows that a shortlist leaves of the two projections onto the
+    vocabulary (the target's output head, the last of the draft's own head).
+
+    Args:
+        draft (`DominoDraftModel`), target (`TargetParts`): the two models.
+        use_head (`bool`): `False` scores by the base logits alone (DFlash).
+    """
+
+    def __init__(self, draft, target: TargetParts, use_head: bool):
+        self.draft, self.target = draft, target
+        self.token_ids: torch.LongTensor | None = None
+        self.head: UnrolledHead | PlainHead | None = None
+        if (shortlist := draft.config.shortlist_ids) is not None:
+            token_ids = torch.tensor(shortlist)
+            if (narrow := target.narrowed(token_ids)) is None:
+                logger.warning_once(
+                    "The draft's shortlist is of no effect: the target's output head is not a matrix at hand (it is "
+                    "quantised, offloaded, shared among devices, or has an adapter), so that its rows cannot be taken "
+                    "out."
+                )
+            else:
+                self.target, self.token_ids = narrow, token_ids.to(target.output_head.weight.device)
+        if use_head and draft.config.has_head:
+            self.head = (PlainHead if PlainHead.suits(draft) else UnrolledHead)(draft, self.token_ids)
+
+    def base(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.LongTensor | None]:
+        """
+        Base logits `[n, K, V]` of draft hidden `[n, K, H]`, and where they stand among all that may be proposed
+        (`[n, K, V]`) when they are a pool of candidates.
+        """
+        logits, pool = self.target.logits(hidden), self.draft.config.candidate_pool_size
+        # Without a head there is nothing to correct, so nothing to spare.
+        if self.head is None or pool is None or pool >= logits.shape[-1]:
+            return logits, None
+        return logits.topk(pool, dim=-1)
+
+    def ids(self, chosen: torch.LongTensor, places: torch.LongTensor | None = None) -> torch.LongTensor:
+        """The ids of what was chosen among all that may be proposed, or `[n]` among candidates at `places` `[n, V]`."""
+        if places is not None:
+            chosen = places.gather(1, chosen[:, None])[:, 0]
+        return chosen if self.token_ids is None else self.token_ids[chosen]
+
+    def spread(self, logits: torch.Tensor, places: torch.LongTensor | None) -> torch.Tensor:
+        """Logits `[n, V]` over the whole vocabulary, where what may not be proposed has none; `places` as for `ids`."""
+        if self.token_ids is None and places is None:
+            return logits
+        whole = logits.new_full((len(logits), self.draft.config.vocab_size), -torch.inf)
+        if places is None:
+            whole[:, self.token_ids] = logits
+            return whole
+        return whole.scatter_(1, places if self.token_ids is None else self.token_ids[places], logits)
 
 
 # Copyright 2026 The domino_spec authors.
@@ -710,6 +1331,14 @@ class Sequences:
             columns = torch.tensor(self.lengths, device=self.device) + offset
             self._tokens[torch.arange(len(self), device=self.device), columns] = token_ids
 
+    def put_block(self, token_ids: torch.LongTensor):
+        """Write `token_ids` `[n, k]` behind the committed tokens of each row, without committing them."""
+        if len(set(self.lengths)) == 1:
+            self._tokens[:, self.lengths[0] : self.lengths[0] + token_ids.shape[1]] = token_ids
+        else:
+            first = torch.tensor(self.lengths, device=self.device)[:, None]
+            self._tokens.scatter_(1, first + torch.arange(token_ids.shape[1], device=self.device), token_ids)
+
     def put_rows(self, rows: Rows, length: int, token_ids: torch.LongTensor):
         """Write `token_ids` `[g]` as token number `length` of `rows`."""
         self._tokens[rows, length] = token_ids
@@ -721,9 +1350,9 @@ class Sequences:
         columns = torch.tensor(self.lengths, device=self.device) - 1
         return self._tokens.gather(1, columns[:, None])
 
-    def prefix(self) -> torch.LongTensor:
-        """Committed tokens of all rows, `[n, length]`, where they are of one length."""
-        return self._tokens[:, : self.lengths[0]]
+    def prefix(self, extra: int = 0) -> torch.LongTensor:
+        """Committed tokens of all rows and `extra` behind them, `[n, length + extra]`, where rows are of one length."""
+        return self._tokens[:, : self.lengths[0] + extra]
 
     def row(self, row: int) -> torch.LongTensor:
         """Committed tokens of one row, `[length]`."""
@@ -734,6 +1363,468 @@ class Sequences:
         self._tokens = self._tokens[torch.tensor(rows, device=self.device)]
         self.lengths = [self.lengths[row] for row in rows]
         self.rows = [self.rows[row] for row in rows]
+
+
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How does drafting cost a GPU no more than its kernels? All of a greedy round's draft phase in one CUDA graph."""
+
+import threading
+from dataclasses import dataclass
+from typing import ClassVar
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch.nn import functional as F
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+# The room for text is a multiple of this, so that calls of about one length share a graph.
+_ROOM = 512
+
+
+@dataclass
+class CaptureOptions:
+    """
+    What a draft was told by `use_cuda_graphs`.
+
+    Attributes:
+        input_table (`bool`): whether to keep the GRU's projection of every embedding.
+    """
+
+    input_table: bool = False
+
+
+def can_capture(device: torch.device) -> bool:
+    """Whether work on `device` can be captured."""
+    return device.type == "cuda"
+
+
+class CapturedDraft:
+    """
+    The draft phase of greedy rounds with fixed shapes: context in, proposals out, and no word with the host between.
+
+    Args:
+        draft (`DominoDraftModel`), scorer (`Scorer`): the draft, and what scores its proposals, with a plain head and
+            no pool. Neither is kept, so that the draft may be let go while this is in store for it.
+        parts (`TargetParts`): of the target.
+        num_rows (`int`), num_proposals (`int`): n, and K of each round.
+        room (`int`): context and block of a row must fit in so many slots.
+        input_table (`torch.Tensor` of shape `[V, 3 * G]`, *optional*): `W_ih` times each embedding.
+    """
+
+    def __init__(
+        self, draft, scorer: Scorer, parts: TargetParts, num_rows: int, num_proposals: int, room: int, input_table=None
+    ):
+        assert isinstance(scorer.head, PlainHead)
+        device, head = draft.device, scorer.head
+        self._draft, self.parts, self.head = ref(draft), parts, head
+        self.scored, self.token_ids = scorer.target, scorer.token_ids
+        self.num_proposals, self.room, self.input_table = num_proposals, room, input_table
+        self.cache = DraftCache(num_rows, room + 1)
+        # A round commits the proposals and a bonus token at most.
+        width = num_proposals + 1
+        self.features = torch.zeros(num_rows, width, draft.fc.in_features, dtype=draft.dtype, device=device)
+        # Of each row: where its text begins, its context in the cache, the new context.
+        self.numbers = torch.zeros(3, num_rows, dtype=torch.long, device=device)
+        self._numbers_here = torch.zeros(3, num_rows, dtype=torch.long, pin_memory=device.type == "cuda")
+        self.anchor = torch.zeros(num_rows, 1, dtype=torch.long, device=device)
+        self.proposal_ids = torch.zeros(num_rows, num_proposals, dtype=torch.long, device=device)
+        self.peaks = torch.zeros(num_proposals, num_rows, device=device)
+        self.finite = torch.zeros((), dtype=torch.bool, device=device)
+        self.kernels: HeadKernels | None = None
+        weights = (head.weight_hh, head.weight_state, head.weight_out)
+        if is_available(device) and all(weight.dtype in KERNEL_DTYPES for weight in weights):
+            self.kernels = HeadKernels(*weights, num_rows, scorer.token_ids)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def takes(self, context: list[Context], num_proposals: int) -> bool:
+        """Whether a round is of these shapes: the context of one round before it, and all proposals."""
+        return (
+            num_proposals == self.num_proposals
+            and len(context) == 1
+            and context[0].features.shape[1] <= self.features.shape[1]
+            # The prompt's may be padded on the left.
+            and min(self.cache.lengths) > 0
+            and max(self.cache.lengths) + self.features.shape[1] + self.block_size <= self.room
+        )
+
+    @property
+    def block_size(self) -> int:
+        return self._model().config.block_size
+
+    def _model(self):
+        draft = self._draft()
+        assert draft is not None
+        return draft
+
+    def propose(self, state: DraftState, context: Context, anchor: torch.LongTensor) -> Proposal:
+        """
+        What `draft_hidden` and `rollout` give, for rows whose context begins at the left of `context`.
+
+        The proposals are overwritten by the next call.
+        """
+        self.features[:, : context.features.shape[1]] = context.features
+        self._numbers_here[:] = torch.tensor([state.origins, self.cache.lengths, context.counts])
+        self.numbers.copy_(self._numbers_here, non_blocking=True)
+        self.anchor.copy_(anchor)
+        self.cache.lengths = [before + new for before, new in zip(self.cache.lengths, context.counts, strict=True)]
+        if not self.features.is_cuda:
+            # Nothing to capture, but the same work: tests come here.
+            self._run()
+        elif self._graph is None:
+            self._capture()
+        else:
+            self._graph.replay()
+        return Proposal(self.proposal_ids, finite=self.finite)
+
+    def _capture(self):
+        # The first run is this round's own, and warms up what must not happen in a capture (compilation, workspaces).
+        stream = torch.cuda.Stream(self.features.device)
+        stream.wait_stream(torch.cuda.current_stream(self.features.device))
+        with torch.cuda.stream(stream):
+            self._run()
+        torch.cuda.current_stream(self.features.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the GPU meanwhile. What they do is none of this graph's.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._run()
+        self._graph = graph
+
+    def _run(self):
+        """One draft phase from the tensors that are filled in; leaves the proposals in theirs."""
+        draft, head = self._model(), self.head
+        config = draft.config
+        origins, lengths, counts = self.numbers
+        visible = torch.arange(self.features.shape[1], device=self.features.device) < counts[:, None]
+        hidden = ragged_hidden(
+            draft, self.parts, self.cache, self.features, visible, self.anchor, origins, lengths, self.room
+        )
+        first = 0 if config.shift_label else 1
+        hidden = hidden[:, first : first + self.num_proposals]
+        base_logits = self.scored.logits(hidden)
+        begun, token, state = head.begin(hidden), self.anchor[:, 0], None
+        for k in range(self.num_proposals):
+            corrected = k >= config.pure_draft_prefix_len
+            state = self._step(token, state)
+            if self.kernels is not None:
+                self.kernels.score_argmax(
+                    base_logits[:, k], self.proposal_ids[:, k], self.peaks[k], begun[:, k], state, corrected
+                )
+            else:
+                logits = base_logits[:, k]
+                if corrected:
+                    logits = logits + head.correction(begun[:, k], state, None).to(logits)
+                peaks, places = logits.max(-1)
+                self.peaks[k] = peaks
+                self.proposal_ids[:, k] = places if self.token_ids is None else self.token_ids[places]
+            token = self.proposal_ids[:, k]
+        self.finite.copy_(torch.isfinite(self.peaks).all())
+
+    def _step(self, token: torch.LongTensor, state: torch.Tensor | None) -> torch.Tensor:
+        """The prefix state after one more token."""
+        if self.kernels is None:
+            return self.head.step(self.parts.embed(token), state)
+        if self.input_table is not None:
+            return self.kernels.step(self.input_table, state, rows=token)
+        embeds = self.parts.embed(token).to(self.head.weight_ih)
+        return self.kernels.step(F.linear(embeds, self.head.weight_ih), state)
+
+
+class Captures:
+    """
+    The captured draft phases of a draft with a target, each lent to one call at a time, and kept for the next.
+
+    Capturing takes longer than many rounds, so that a graph must outlive the call that made it.
+    """
+
+    _known: ClassVar["WeakKeyDictionary[object, WeakKeyDictionary]"] = WeakKeyDictionary()
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self):
+        self._idle: dict[tuple, list[CapturedDraft]] = {}
+        self._weights: tuple = ()
+        self._table: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, target, draft) -> "Captures":
+        with cls._lock:
+            return cls._known.setdefault(target, WeakKeyDictionary()).setdefault(draft, cls())
+
+    @staticmethod
+    def suits(draft, scorer: Scorer) -> bool:
+        """Whether a draft's phase is the same work each time: one GPU, plain weights, and a rotation that is fixed."""
+        return (
+            isinstance(scorer.head, PlainHead)
+            and is_plain_linear(scorer.target.output_head)
+            and {weight.device for weight in (*draft.parameters(), scorer.target.output_head.weight)} == {draft.device}
+            and can_capture(draft.device)
+            and draft.config.candidate_pool_size is None
+            and draft.config._attn_implementation in ("eager", "sdpa")
+            and (draft.config.rope_parameters or {}).get("rope_type", "default") not in ("dynamic", "longrope")
+            # An adapter may be switched between calls, and a graph would not notice.
+            and not any(hasattr(module, "adapter_layer_names") for module in draft.modules())
+        )
+
+    def take(
+        self, draft, scorer: Scorer, parts: TargetParts, num_rows: int, num_proposals: int, slots: int
+    ) -> CapturedDraft:
+        """One for rows of at most `slots` slots, made if none is idle."""
+        room = -(-slots // _ROOM) * _ROOM
+        weights = (*draft.parameters(), parts.embedding.weight, parts.output_head.weight)
+        # A graph reads the memory that it was captured with, and shapes are baked in.
+        made_of = (draft.config.shortlist, *(_identity(weight) for weight in weights))
+        options, head = draft.capture_options, scorer.head
+        assert isinstance(head, PlainHead)
+        with self._lock:
+            if made_of != self._weights:
+                self._idle, self._table, self._weights = {}, None, made_of
+            if options.input_table and self._table is None:
+                self._table = _input_table(head, parts)
+            if idle := self._idle.get((num_rows, num_proposals, room)):
+                return idle.pop()
+        table = self._table if options.input_table else None
+        return CapturedDraft(draft, scorer, parts, num_rows, num_proposals, room, table)
+
+    def give_back(self, captured: CapturedDraft):
+        """For the next call."""
+        captured.cache.clear()
+        with self._lock:
+            key = (len(captured.cache.lengths), captured.num_proposals, captured.room)
+            self._idle.setdefault(key, []).append(captured)
+
+
+def _input_table(head: PlainHead, parts: TargetParts) -> torch.Tensor:
+    """`W_ih` times each row of the target's embedding, `[V, 3 * G]`."""
+    vocabulary, width = len(parts.embedding.weight), len(head.weight_ih)
+    size = vocabulary * width * head.weight_ih.element_size()
+    logger.warning(f"The table of the GRU's inputs takes {size / 2**20:.0f} MiB on {head.weight_ih.device}.")
+    table = head.weight_ih.new_empty(vocabulary, width)
+    # In parts, so that no second copy of the embedding is needed.
+    for ids in torch.arange(vocabulary, device=table.device).split(8192):
+        table[ids] = F.linear(parts.embed(ids).to(table), head.weight_ih)
+    return table
+
+
+def _identity(weight: torch.Tensor) -> tuple:
+    """Another where a weight was replaced or written to; what is made of weights is then made anew."""
+    return weight.data_ptr(), weight.dtype, 0 if weight.is_inference() else weight._version
+
+
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What differs between the supported versions of transformers (5.17 to 5.24), in one place."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.cache_utils import Cache, QuantizedLayer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+# Up to 5.23 models take and return their cache as `past_key_values`, from 5.24 on as `cache`.
+CACHE_NAME = "cache" if "cache" in {f.name for f in fields(GenerateDecoderOnlyOutput)} else "past_key_values"
+
+
+def layers_that_keep(cache: Cache) -> list[str]:
+    """Class names of the layers of `cache` that cannot be cropped."""
+    # In the earlier versions quantised layers pass for croppable, but keep their packed part.
+    return sorted(
+        {type(layer).__name__ for layer in cache.layers if not layer.is_croppable or isinstance(layer, QuantizedLayer)}
+    )
+
+
+@contextmanager
+def recording_past(cache: Cache) -> Iterator[None]:
+    """
+    Let `cache` be cropped, also where it slides, and leave it as plain decoding would: a user may go on with it, and
+    layers that still record would keep, or trip over, what plain decoding drops.
+    """
+    cache.activate_past_recording()
+    try:
+        yield
+    finally:
+        for layer in cache.layers:
+            if getattr(layer, "record_past", False):
+                layer.record_past = False
+
+
+@dataclass
+class DominoGenerateOutput(GenerateDecoderOnlyOutput):
+    """
+    What `generate` returns with `return_dict_in_generate=True`: transformers' own output, and
+
+    Attributes:
+        acceptance_lengths (`torch.LongTensor` of shape `[N, rounds]`): tokens that each round committed in each row
+            (accepted proposals and the bonus token; fewer where a stop cut the round; 0 once the row had ended). The
+            first token of all comes from the prefill and is not counted, so that a row's sum is the number of its
+            new tokens less one.
+        seconds (`dict[str, float]`): wall-clock time of the call by part: `"prefill"`, `"draft"` (backbone and
+            rollout), `"verify"` (target pass and verification) and `"host"` (all else). On an accelerator, work still
+            queued counts where it is waited for.
+    """
+
+    acceptance_lengths: torch.LongTensor | None = None
+    seconds: dict[str, float] | None = None
+
+
+def is_returned(cache: Cache, generation_config: GenerationConfig) -> bool:
+    """Whether the caller will see `cache` after the call: it is part of the output, or was passed in."""
+    return bool(generation_config.return_dict_in_generate) or getattr(cache, "_is_user_defined", False)
+
+
+def asked_for(generation_config: GenerationConfig, name: str) -> Any:
+    """The option `name`, or `None` where it stands at the default that `generate` fills in for whom names nothing."""
+    value = getattr(generation_config, name)
+    return None if value == GenerationConfig._get_default_generation_params().get(name) else value
+
+
+def with_defaults_of(draft: Any, generation_config: GenerationConfig) -> GenerationConfig:
+    """
+    The call's options, with those of the draft's own `generation_config` about drafting that the call leaves out. Not
+    the schedule: its default cannot be told from a call that asks for it, and a call must be able to.
+    """
+    own = draft.generation_config
+    names = ("num_assistant_tokens", "assistant_confidence_threshold")
+    chosen = {
+        name: value
+        for name in names
+        if own is not None
+        and asked_for(generation_config, name) is None
+        and (value := asked_for(own, name)) is not None
+    }
+    if not chosen:
+        return generation_config
+    # The caller's object stays as it is.
+    generation_config = copy.copy(generation_config)
+    for name, value in chosen.items():
+        setattr(generation_config, name, value)
+    return generation_config
+
+
+def make_output(cache: Cache, **values: Any) -> DominoGenerateOutput:
+    """The output with `cache` under the name that this transformers uses."""
+    return DominoGenerateOutput(**values, **{CACHE_NAME: cache})
+
+
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What does `return_dict_in_generate` ask for? Kept here token by token, as plain `generate` gives it."""
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
+
+
+class Record:
+    """
+    Scores, logits, hidden states and attentions, one entry per new token; `None` where not asked for.
+
+    Args:
+        config (`GenerationConfig`): says what is asked for.
+        num_rows (`int`): rows of the batch (N). Where a row has no token any more, entries hold zeros.
+    """
+
+    def __init__(self, config: GenerationConfig, num_rows: int):
+        self.num_rows = num_rows
+        wanted = config.return_dict_in_generate
+        self.scores: list | None = [] if wanted and config.output_scores else None
+        self.logits: list | None = [] if wanted and config.output_logits else None
+        self.hidden_states: list | None = [] if wanted and config.output_hidden_states else None
+        self.attentions: list | None = [] if wanted and config.output_attentions else None
+
+    def add_prefill(self, outputs: Any, logits: torch.Tensor, scores: list[torch.Tensor]):
+        """The pass over the prompt: its states stay whole. `logits` is `[N, 1, V]`."""
+        if self.scores is not None:
+            self.scores.append(scores[0])
+        if self.logits is not None:
+            self.logits.append(logits[:, 0])
+        if self.hidden_states is not None:
+            self.hidden_states.append(outputs.hidden_states)
+        if self.attentions is not None:
+            self.attentions.append(outputs.attentions)
+
+    def add_round(self, outputs: Any, cache: Cache, logits: torch.Tensor, scores: list[torch.Tensor], num_new: int):
+        """
+        A round that all rows leave with equally many tokens.
+
+        Args:
+            outputs: of the target, over anchors and proposals.
+            cache: of the target; knows which layers slide.
+            logits (`torch.Tensor` of shape `[N, K + 1, V]`): unprocessed.
+            scores (`list` of `[N, V]`): processed, for each offset.
+            num_new (`int`): how many tokens each row committed.
+        """
+        if self.scores is not None:
+            self.scores += scores[:num_new]
+        if self.logits is not None:
+            self.logits += [logits[:, k] for k in range(num_new)]
+        if self.hidden_states is not None:
+            self.hidden_states += [tuple(s[:, k : k + 1] for s in outputs.hidden_states) for k in range(num_new)]
+        if self.attentions is not None:
+            # Attention backends that keep no maps give an empty tuple.
+            pairs = list(zip(outputs.attentions, cache.layers, strict=False))
+            self.attentions += [tuple(_row(attention, k, layer) for attention, layer in pairs) for k in range(num_new)]
+
+    def add_ragged_round(
+        self,
+        outputs: Any,
+        logits: torch.Tensor,
+        scores: list[torch.Tensor],
+        rows: list[int],
+        first: list[int],
+        num_new: list[int],
+    ):
+        """
+        A round in which each row advances at its own pace; attentions cannot be had from it.
+
+        Args:
+            outputs, logits, scores: as above, for the n rows that still run.
+            rows (`list[int]`): which rows of the batch these are.
+            first (`list[int]`): the number of each row's first new token in this round.
+            num_new (`list[int]`): how many tokens each committed.
+        """
+        for entry, (row, start, count) in enumerate(zip(rows, first, num_new, strict=True)):
+            for k in range(count):
+                if self.scores is not None:
+                    self._put(self.scores, start + k, row, scores[k][entry])
+                if self.logits is not None:
+                    self._put(self.logits, start + k, row, logits[entry, k])
+                if self.hidden_states is not None:
+                    if len(self.hidden_states) == start + k:
+                        self.hidden_states.append(
+                            tuple(s.new_zeros(self.num_rows, 1, s.shape[-1]) for s in outputs.hidden_states)
+                        )
+                    for whole, states in zip(self.hidden_states[start + k], outputs.hidden_states, strict=True):
+                        whole[row] = states[entry, k : k + 1]
+
+    def _put(self, entries: list[torch.Tensor], number: int, row: int, value: torch.Tensor):
+        if len(entries) == number:
+            entries.append(value.new_zeros(self.num_rows, *value.shape))
+        entries[number][row] = value
+
+    def as_output(self) -> dict[str, tuple | None]:
+        """The four fields of `generate`'s output."""
+        fields = ("scores", "logits", "hidden_states", "attentions")
+        return {name: None if (kept := getattr(self, name)) is None else tuple(kept) for name in fields}
+
+
+def _row(attention: torch.Tensor, k: int, layer: CacheLayerMixin) -> torch.Tensor:
+    """What token k of a round saw: `[N, heads, 1, keys]`, without the proposals after it and the keys out of reach."""
+    row = attention[:, :, k : k + 1]
+    if isinstance(layer, StaticLayer):
+        # As many keys as there is room for, also in plain decoding; those not yet written have no weight.
+        return row
+    stop = attention.shape[-1] - (attention.shape[-2] - 1 - k)
+    return row[..., max(0, stop - layer.sliding_window) if layer.is_sliding else 0 : stop]
 
 
 # Copyright 2026 The domino_spec authors.
@@ -785,6 +1876,7 @@ from dataclasses import dataclass, field
 
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 
 
@@ -798,6 +1890,7 @@ class Verification:
             or, in lockstep, another row cut them; 0 for a row that had stopped before.
         stopped (`list[bool]`): which rows end here, or have ended before.
         rejected (`list[bool]`): in which rows the last new token stands in place of a proposal.
+        finite (`bool`): whether the proposals came from logits that are numbers.
         scores (`list[torch.Tensor]`): with `keep_scores`, the processed scores of each offset `[n, V]`; only
             the entries of committed tokens mean anything.
     """
@@ -805,6 +1898,7 @@ class Verification:
     num_new: list[int]
     stopped: list[bool]
     rejected: list[bool]
+    finite: bool = True
     scores: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -847,13 +1941,16 @@ def verify(
             criteria may read.
     """
     num_rows, num_proposals = proposal.proposal_ids.shape
+    alone = num_rows == 1 or not lockstep
+    if alone and not logits_processor and not do_sample and _stop_by_token(stopping_criteria, sequences, num_proposals):
+        return _verify_at_once(sequences, proposal, logits, stopping_criteria, stopped, keep_scores)
     rows = list(range(num_rows))
     stopped = list(stopped)
     num_new, rejected = [0] * num_rows, [False] * num_rows
     ended_before = [pad_token_id is not None and stop for stop in stopped]
     live = [row for row in rows if lockstep or not stopped[row]]
 
-    # Without processors all choices are known at once, for one synchronisation a round.
+    # Without processors all choices are known at once.
     choices = logits.argmax(-1) if not logits_processor and not do_sample else None
     matches = [] if choices is None else (choices[:, :-1] == proposal.proposal_ids).tolist()
 
@@ -910,7 +2007,61 @@ def verify(
             live = [row for row in live if accepted[row] and not stopped[row]]
             if not live:
                 break
-    return Verification(num_new, stopped, rejected, new_scores)
+    finite = proposal.finite is None or bool(proposal.finite)
+    return Verification(num_new, stopped, rejected, finite, new_scores)
+
+
+def _stop_by_token(criteria: StoppingCriteriaList, sequences: Sequences, num_proposals: int) -> bool:
+    """Whether all `criteria` judge a token by itself and its place: a limit, or an end token."""
+    longest = max(sequences.lengths) + num_proposals + 1
+    for criterion in criteria:
+        if type(criterion) is MaxLengthCriteria:
+            # Past the model's positions it has a warning to give.
+            if criterion.max_position_embeddings is not None and longest > criterion.max_position_embeddings:
+                return False
+        elif type(criterion) is not EosTokenCriteria:
+            return False
+    return True
+
+
+def _verify_at_once(
+    sequences: Sequences,
+    proposal: Proposal,
+    logits: torch.Tensor,
+    criteria: StoppingCriteriaList,
+    stopped: list[bool],
+    keep_scores: bool,
+) -> Verification:
+    """Greedy [`verify`] of rows that hold no other up, by criteria of tokens: one wait for the device a round."""
+    choices = logits.argmax(-1)
+    num_rows, width = choices.shape
+    matches, ends = torch.zeros_like(choices, dtype=torch.bool), torch.zeros_like(choices, dtype=torch.bool)
+    matches[:, :-1] = choices[:, :-1] == proposal.proposal_ids
+    limit: float = float("inf")
+    for criterion in criteria:
+        if isinstance(criterion, MaxLengthCriteria):
+            limit = min(limit, criterion.max_length)
+        else:
+            ends |= torch.isin(choices, criterion.eos_token_id.to(choices.device))
+    finite = matches.new_ones(()) if proposal.finite is None else proposal.finite.to(matches.device)
+    *flags, is_finite = torch.cat([matches.flatten(), ends.flatten(), finite[None]]).tolist()
+    # What is accepted is the target's choice, so its choices are all there is to write.
+    sequences.put_block(choices)
+
+    num_new, rejected, stopped = [0] * num_rows, [False] * num_rows, list(stopped)
+    for row in range(num_rows):
+        if stopped[row]:
+            continue
+        stands = flags[row * width : (row + 1) * width]
+        is_end = flags[(num_rows + row) * width : (num_rows + row + 1) * width]
+        for k in range(width):
+            num_new[row] = k + 1
+            stopped[row] = is_end[k] or sequences.lengths[row] + k + 1 >= limit
+            rejected[row] = k < width - 1 and not stands[k]
+            if stopped[row] or not stands[k]:
+                break
+    scores = [logits[:, k] for k in range(max(num_new))] if keep_scores else []
+    return Verification(num_new, stopped, rejected, is_finite, scores)
 
 
 # Copyright 2026 The domino_spec authors.
@@ -951,12 +2102,12 @@ class Lockstep:
         self._advance(outputs, 1)
 
     def inputs(self, sequences: Sequences, proposal: Proposal) -> dict[str, Any]:
-        """Arguments of a target pass over anchors and proposals."""
+        """Arguments of a target pass over anchors and proposals, which stand behind the committed tokens already."""
         num_new, model_kwargs = proposal.proposal_ids.shape[1], self.model_kwargs
         if num_new > 0:
             model_kwargs = self._extend(num_new)
         return self.target.prepare_inputs_for_generation(
-            torch.cat([sequences.prefix(), proposal.proposal_ids], dim=-1),
+            sequences.prefix(num_new),
             next_sequence_length=num_new + 1,
             is_first_iteration=False,
             **model_kwargs,
@@ -1087,7 +2238,7 @@ class OwnPace:
         committed = offsets < num_new[:, None]
         lengths = torch.tensor(sequences.lengths, device=device)
         self.cache.crop(-(logits.shape[1] - longest))
-        self.ragged.append((self.slot_offset + lengths - 1)[:, None] + offsets, committed)
+        self.ragged.append((self.slot_offset + lengths - 1)[:, None] + offsets, committed, verified.num_new)
         self.ragged.tidy()
         self.next_position = self.next_position + num_new
         first = [length - self.prompt_length for length in sequences.lengths]
@@ -1106,7 +2257,7 @@ class OwnPace:
         if not entries or not kept:
             return False
         index = torch.tensor(kept, device=sequences.device)
-        self.ragged.keep(index)
+        self.ragged.keep(kept)
         self.next_position = self.next_position[index]
         self.model_kwargs = {
             name: value[index.to(value.device)]
@@ -1376,151 +2527,11 @@ class Schedule:
 
 # Copyright 2026 The domino_spec authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How does a draft propose? One backbone pass for the block, then the head's rollout, token by token."""
+"""How does a draft propose? Token by token, each corrected by those before it."""
 
 import torch
-from torch import nn
 from transformers import LogitsProcessorList
-from transformers.cache_utils import DynamicCache
-from transformers.utils import logging
 
-
-logger = logging.get_logger(__name__)
-
-
-class DraftState:
-    """
-    What one call of `generate` keeps about a draft: its key/value cache and which positions that covers.
-
-    A draft holds no per-call state itself, so that threads may share it.
-
-    Args:
-        position (`torch.LongTensor` of shape `[n]`): absolute position of the first context token of each row that
-            the draft will be shown.
-        dense (`bool`): whether all rows will always be shown tokens that follow one another without padding; then no
-            mask is needed.
-    """
-
-    def __init__(self, position: torch.LongTensor, dense: bool):
-        # Without a config every layer is of the growing kind: sliding layers mask, so that a block can be cropped off.
-        self.cache = DynamicCache()
-        self.position = position
-        nothing = position.new_empty(len(position), 0)
-        self.ragged = None if dense else RaggedCache(self.cache, nothing, nothing.bool())
-
-    def keep(self, rows: torch.LongTensor):
-        """Forget all other rows."""
-        self.position = self.position[rows]
-        if self.ragged is not None:
-            self.ragged.keep(rows)
-
-
-def draft_hidden(
-    draft,
-    target: TargetParts,
-    state: DraftState,
-    context_hidden_states: torch.Tensor,
-    anchor: torch.LongTensor,
-    visible: torch.BoolTensor,
-) -> torch.Tensor:
-    """
-    One backbone pass: append the new context to the draft's cache and return draft hidden `[n, B, H]`.
-
-    Args:
-        draft (`DominoDraftModel`), target (`TargetParts`): the two models.
-        state (`DraftState`): extended by the context, in place.
-        context_hidden_states (`torch.Tensor` of shape `[n, L, T * H]`): features of the positions verified since the
-            last pass, on the draft's device. The anchor's own features do not exist yet.
-        anchor (`torch.LongTensor` of shape `[n, 1]`): the last committed token of each row.
-        visible (`torch.BoolTensor` of shape `[n, L]`): `False` where a row has no such position; a dense state has
-            them all.
-    """
-    size, context_length = draft.config.block_size, context_hidden_states.shape[1]
-    block_ids = anchor.new_full((len(anchor), size), draft.config.mask_token_id)
-    block_ids[:, :1] = anchor
-    device, start, masks = context_hidden_states.device, state.position[:, None], None
-    if state.ragged is None:
-        positions = start + torch.arange(context_length + size, device=device)
-        state.position = state.position + context_length
-    else:
-        context = start + (visible.cumsum(-1) - 1).clamp(min=0)
-        state.position = state.position + visible.sum(-1)
-        block = state.position[:, None] + torch.arange(size, device=device)
-        positions = torch.cat([context, block], dim=-1)
-        state.ragged.append(context, visible)
-        masks = draft.layer_masks(
-            block,
-            torch.cat([state.ragged.positions, block], dim=-1),
-            torch.cat([state.ragged.visible, torch.ones_like(block, dtype=torch.bool)], dim=-1),
-        )
-    hidden = draft(
-        noise_embeds=target.embed(block_ids).to(device),
-        context_hidden_states=context_hidden_states,
-        position_ids=positions,
-        attention_mask=masks,
-        cache=state.cache,
-    ).last_hidden_state
-    # The block's own keys and values are of use to this pass only.
-    state.cache.crop(-size)
-    if state.ragged is not None:
-        state.ragged.tidy()
-    return hidden
-
-
-class Scorer:
-    """
-    Scores what a draft may propose: all ids, or those of its shortlist.
-
-    Made once for a call of `generate`, with copies of the rows that a shortlist leaves of the two projections onto the
-    vocabulary (the target's output head, the last of the draft's own head).
-
-    Args:
-        draft (`DominoDraftModel`), target (`TargetParts`): the two models.
-        use_head (`bool`): `False` scores by the base logits alone (DFlash).
-    """
-
-    def __init__(self, draft, target: TargetParts, use_head: bool):
-        self.draft, self.target = draft, target
-        self.use_head = use_head and draft.config.has_head
-        self.token_ids: torch.LongTensor | None = None
-        # The rows of the head's last projection; `None` where the draft scores by itself.
-        self._rows: nn.Linear | None = None
-        shortlist = draft.config.shortlist_ids
-        if shortlist is None:
-            return
-        token_ids = torch.tensor(shortlist)
-        if (narrow := target.narrowed(token_ids)) is None:
-            logger.warning_once(
-                "The draft's shortlist is of no effect: the target's output head is not a matrix at hand (it is "
-                "quantised, offloaded, shared among devices, or has an adapter), so that its rows cannot be taken out."
-            )
-            return
-        self.target, self.token_ids = narrow, token_ids.to(target.output_head.weight.device)
-        if self.use_head and type(draft.embed_proj) is nn.Sequential:
-            self._rows = linear_rows(draft.embed_proj[2], token_ids)
-
-    def base(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Base logits `[n, K, V]` of draft hidden `[n, K, H]`, V being what may be proposed."""
-        return self.target.logits(hidden)
-
-    def correction(self, hidden: torch.Tensor, prefix_state: torch.Tensor) -> torch.Tensor:
-        """What the head adds for hidden `[n, H]` after the tokens of `prefix_state` `[n, G]`: `[n, V]`."""
-        if self._rows is not None:
-            return self._rows(self.draft.bottleneck(hidden, prefix_state))
-        token_ids = None if self.token_ids is None else self.token_ids.to(hidden.device)
-        return self.draft.correction(hidden, prefix_state, token_ids)
-
-    def ids(self, places: torch.LongTensor) -> torch.LongTensor:
-        """The ids whose scores stand at `places`."""
-        return places if self.token_ids is None else self.token_ids[places]
-
-    def spread(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits `[n, V]` over the whole vocabulary, where what may not be proposed has none."""
-        if self.token_ids is None:
-            return logits
-        whole = logits.new_full((len(logits), self.draft.config.vocab_size), -torch.inf)
-        whole[:, self.token_ids] = logits
-        return whole
 
 
 def rollout(
@@ -1538,20 +2549,20 @@ def rollout(
     Args:
         scorer (`Scorer`): of the two models.
         hidden (`torch.Tensor` of shape `[n, B, H]`): from [`draft_hidden`].
-        sequences (`Sequences` of n rows): committed tokens, the anchors last; proposals are written behind them.
+        sequences (`Sequences` of n rows): committed tokens, the anchors last; what lies behind them is overwritten.
         num_proposals (`int`): K, at most B with shifted labels, else B - 1.
         logits_processor: applied to the final logits, so that proposals obey what the target's choice will obey.
         do_sample (`bool`): draw each proposal from its processed distribution, rather than take the likeliest.
         schedule (`Schedule`): may end the rollout before K proposals are made.
     """
-    draft, config = scorer.draft, scorer.draft.config
+    config, head = scorer.draft.config, scorer.head
     anchor = sequences.last()
     first = 0 if config.shift_label else 1
     hidden = hidden[:, first : first + num_proposals]
-    base_logits = scorer.base(hidden)
+    base_logits, pool = scorer.base(hidden)
     peaks = [base_logits.amax()]
 
-    if not scorer.use_head and not logits_processor and not do_sample and not schedule.watches:
+    if head is None and not logits_processor and not do_sample and not schedule.watches:
         proposal_ids = scorer.ids(base_logits.argmax(-1)).to(anchor.device)
         return Proposal(proposal_ids, finite=torch.isfinite(peaks[0]))
 
@@ -1559,16 +2570,18 @@ def rollout(
     spreads = bool(logits_processor) or do_sample
     rows = list(range(len(sequences)))
     token, prefix_state, proposal_ids, probabilities = anchor[:, 0], None, [], []
+    begun = hidden if head is None else head.begin(hidden)
     for k in range(num_proposals):
-        logits = base_logits[:, k]
-        if scorer.use_head:
+        logits, places = base_logits[:, k], None if pool is None else pool[:, k]
+        if head is not None:
             # The state reads every token, those of the pure draft prefix too.
-            prefix_state = draft.step(scorer.target.embed(token).to(hidden.device), prefix_state)
+            prefix_state = head.step(scorer.target.embed(token).to(hidden.device), prefix_state)
             if k >= config.pure_draft_prefix_len:
-                logits = logits + scorer.correction(hidden[:, k], prefix_state).to(logits)
+                corrected = None if places is None else places.to(hidden.device)
+                logits = logits + head.correction(begun[:, k], prefix_state, corrected).to(logits)
                 peaks.append(logits.amax())
         if spreads:
-            logits = scorer.spread(logits).float().to(anchor.device)
+            logits = scorer.spread(logits, places).float().to(anchor.device)
         if logits_processor:
             processed = torch.empty_like(logits)
             for members, index, prefix in sequences.groups(rows, k):
@@ -1580,14 +2593,16 @@ def rollout(
             q = logits.softmax(-1)
             # Where nothing is left to draw from, any draw is as good as another: the target has the last word.
             q = torch.where(q.isnan(), 1 / q.shape[-1], q)
-            place = draw(q)
+            chosen = draw(q)
             probabilities.append(q)
         else:
-            place = logits.argmax(-1)
-        token = (place if spreads else scorer.ids(place)).to(anchor.device)
-        sequences.put(token, k)
+            chosen = logits.argmax(-1)
+        token = (chosen if spreads else scorer.ids(chosen, places)).to(anchor.device)
+        if logits_processor:
+            # They read the text up to the proposal that they process.
+            sequences.put(token, k)
         proposal_ids.append(token)
-        if k + 1 < num_proposals and not schedule.goes_on(logits, place):
+        if k + 1 < num_proposals and not schedule.goes_on(logits, chosen):
             break
     if not proposal_ids:
         return Proposal(anchor.new_empty(len(sequences), 0), finite=torch.isfinite(torch.stack(peaks)).all())
@@ -1796,7 +2811,7 @@ class _Decoding:
         features = self.capture.take(self.draft.device)
         logits = self._logits(outputs, 1)
         self.pace = self._pace(past_length + features.shape[1])
-        # Context that the draft has not seen yet: features, and which of them are of tokens.
+        # What the draft has not read yet.
         self.context = [self._first_context(features, past_length)]
         self.schedule = Schedule(
             self.generation_config,
@@ -1804,6 +2819,9 @@ class _Decoding:
             Experience.of(self.target, self.draft),
             self.pace.lockstep,
         )
+        self.captured = self._captured_draft(self.num_rows)
+        if self.captured is not None:
+            self.draft_state.cache = self.captured.cache
 
         verified = self._verify(Proposal(input_ids.new_empty(self.num_rows, 0)), logits, lockstep=True)
         self.record.add_prefill(outputs, logits, verified.scores)
@@ -1834,19 +2852,44 @@ class _Decoding:
             )
         return Lockstep(self.target, self.cache, self.model_kwargs)
 
-    def _first_context(self, features: torch.Tensor, past_length: int):
+    def _first_context(self, features: torch.Tensor, past_length: int) -> Context:
         """The prompt's features and which of them are of real tokens; makes the draft's state."""
-        mask, device = self.model_kwargs.get("attention_mask"), self.draft.device
-        length = features.shape[1]
+        mask, (num_rows, length) = self.model_kwargs.get("attention_mask"), features.shape[:2]
         if mask is None or bool(mask.all()):
-            position = torch.full((self.num_rows,), past_length, device=device)
-            self.draft_state = DraftState(position, dense=self.pace.lockstep)
-            return features, torch.ones(features.shape[:2], dtype=torch.bool, device=device)
-        real = mask.bool().to(device)
-        position, real = real[:, :-length].sum(-1), real[:, -length:]
-        # One row needs no mask: what is padding is left out.
-        self.draft_state = DraftState(position, dense=self.num_rows == 1)
-        return (features[:, real[0]], real[:, real[0]]) if self.num_rows == 1 else (features, real)
+            self.draft_state = DraftState([past_length] * num_rows)
+            real = torch.ones(num_rows, length, dtype=torch.bool, device=features.device)
+            return Context(features, [length] * num_rows, real)
+        real = mask.bool().to(features.device)
+        self.draft_state = DraftState(real[:, :-length].sum(-1).tolist())
+        real = real[:, -length:]
+        if num_rows == 1:
+            # What is padding is left out.
+            features, real = features[:, real[0]], real[:, real[0]]
+        return Context(features, real.sum(-1).tolist(), real)
+
+    def _captured_draft(self, num_rows: int) -> CapturedDraft | None:
+        """A captured draft phase for so many rows, if the draft was told to have one and this call allows it."""
+        limit = self.stopping_criteria.max_length
+        if (
+            self.draft.capture_options is None
+            or self.do_sample
+            or self.logits_processor
+            or self.schedule.watches
+            or self.schedule.num_proposals == 0
+            or limit is None
+            or not Captures.suits(self.draft, self.scorer)
+        ):
+            return None
+        # Behind the text stand a round's context and block, and one slot for what no row has.
+        slots = limit + 2 * self.draft.config.block_size + 2
+        return Captures.of(self.target, self.draft).take(
+            self.draft, self.scorer, self.parts, num_rows, self.schedule.num_proposals, slots
+        )
+
+    def release(self):
+        """Leave what was captured to the next call."""
+        if self.captured is not None:
+            Captures.of(self.target, self.draft).give_back(self.captured)
 
     # Rounds
 
@@ -1862,21 +2905,20 @@ class _Decoding:
             return Proposal(self.sequences.last().new_empty(len(self.sequences), 0))
         started = time.perf_counter()
         self.sequences.reserve(budget + 1)
-        features, visible = (torch.cat(parts, dim=1) for parts in zip(*self.context, strict=True))
-        self.context = []
-        hidden = draft_hidden(self.draft, self.parts, self.draft_state, features, self.sequences.last(), visible)
-        proposal = rollout(
-            self.scorer, hidden, self.sequences, budget, self.draft_processors, self.do_sample, self.schedule
-        )
+        context, self.context = self.context, []
+        anchor = self.sequences.last()
+        if self.captured is not None and self.captured.takes(context, budget):
+            proposal = self.captured.propose(self.draft_state, context[0], anchor)
+        else:
+            hidden = draft_hidden(self.draft, self.parts, self.draft_state, Context.joined(context), anchor)
+            proposal = rollout(
+                self.scorer, hidden, self.sequences, budget, self.draft_processors, self.do_sample, self.schedule
+            )
         if self.pad_token_id is not None and any(self.stopped):
             # What ended rows will commit, so that the target reads what plain decoding has it read.
             ended = torch.tensor(self.stopped, device=proposal.proposal_ids.device)
             proposal.proposal_ids = torch.where(ended[:, None], self.pad_token_id, proposal.proposal_ids)
-        if not proposal.finite:
-            logger.warning_once(
-                "The draft's logits are not finite, so its proposals are noise (the output is still the target's). "
-                f"Its dtype is {self.draft.dtype}; try another, or check its weights."
-            )
+        self.sequences.put_block(proposal.proposal_ids)
         proposal.seconds = time.perf_counter() - started
         return proposal
 
@@ -1888,13 +2930,18 @@ class _Decoding:
         features = self.capture.take(self.draft.device)
         logits = self._logits(outputs, width)
         verified = self._verify(proposal, logits, self.pace.lockstep)
+        if not verified.finite:
+            logger.warning_once(
+                "The draft's logits are not finite, so its proposals are noise (the output is still the target's). "
+                f"Its dtype is {self.draft.dtype}; try another, or check its weights."
+            )
         seconds = time.perf_counter() - started
         self.schedule.learn(verified, width - 1, proposal.seconds, seconds)
         self.seconds["draft"] += proposal.seconds
         self.seconds["verify"] += seconds
 
         committed = self.pace.commit(outputs, logits, verified, self.sequences, self.record)
-        self.context.append((features[:, : committed.shape[1]], committed.to(features.device)))
+        self.context.append(Context(features[:, : committed.shape[1]], verified.num_new, committed.to(features.device)))
         for row, count in zip(self.sequences.rows, verified.num_new, strict=True):
             self.acceptance_lengths[row].append(count)
         self._commit(verified)
@@ -1947,9 +2994,19 @@ class _Decoding:
             self.finished |= ended_rows
             self.sequences.keep(kept)
             self.stopped = [False] * len(kept)
-            index = torch.tensor(kept, device=self.draft.device)
-            self.draft_state.keep(index)
-            self.context = [(features[index], visible[index]) for features, visible in self.context]
+            self._keep_drafting(kept)
+            self.context = [context.keep(kept) for context in self.context]
+
+    def _keep_drafting(self, kept: list[int]):
+        """Let go of all other rows of the draft's."""
+        if self.captured is None:
+            self.draft_state.keep(kept)
+            return
+        before, self.captured = self.captured, self._captured_draft(len(kept))
+        assert self.captured is not None
+        self.captured.cache.copy_rows(before.cache, kept)
+        self.draft_state = DraftState([self.draft_state.origins[entry] for entry in kept], self.captured.cache)
+        Captures.of(self.target, self.draft).give_back(before)
 
     @property
     def done(self) -> bool:
@@ -2056,6 +3113,7 @@ def domino_decoding(
                     decoding.idle()
                 else:
                     decoding.verify(decoding.propose())
+    decoding.release()
     if streamer is not None:
         streamer.end()
     return decoding.result()
@@ -2244,6 +3302,8 @@ class DominoDecodingMixin:
     config: Any
     # Defaults for whoever generates with this draft: how many proposals, and which schedule.
     generation_config: GenerationConfig | None = None
+    # Of `use_cuda_graphs`.
+    capture_options: CaptureOptions | None = None
 
     def assisted_decoding(
         self,
@@ -2342,6 +3402,24 @@ class DominoDecodingMixin:
         else:
             kwargs.setdefault("do_sample", False)
         return target.generate(input_ids, assistant_model=self, **kwargs)
+
+    def use_cuda_graphs(self, enabled: bool = True, input_table: bool = False):
+        """
+        Have greedy rounds on a GPU replay their draft phase as one CUDA graph, with Triton kernels for the head where
+        Triton is installed. The output stays the target's own.
+
+        It serves calls without sampling, logits processors and an adaptive draft length, with a limit to the answer,
+        a draft without adapters, and target and draft on one GPU; other calls go on as they are. A graph is captured
+        at the second round of the first call of its kind (batch size, number of proposals, length up to a multiple of
+        512), and kept with its memory as long as target and draft are.
+
+        Args:
+            enabled (`bool`): `False` goes back to how it was.
+            input_table (`bool`): keep a table of what the head's GRU makes of each token, `3 * gru_hidden_dim` numbers
+                for each id of the vocabulary, so that a step reads a line of it instead of a weight matrix. Its size is
+                logged when it is made.
+        """
+        self.capture_options = CaptureOptions(input_table) if enabled else None
 
     def validate_assisted_decoding(self, target: PreTrainedModel, generation_config: GenerationConfig):
         """What `generate` asks before it prepares anything: does this draft fit this target and these options?"""
