@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from domino_spec.evaluation.benchmark import provenance
 from domino_spec.evaluation.report import format_table
+from domino_spec.generation.captured import Captures
 
 LENGTHS, NEW_TOKENS = [9, 4, 13, 30], 40
 SPOILED = [{12, 20}, set(), {15, 30}, {40, 41, 50}]
@@ -52,6 +53,29 @@ def compare(target, draft_device, lengths=LENGTHS, draft_dtype=None, ties=False,
             assert ties and first_difference_is_tie(target, theirs, ours), f"row {row} differs"
     lengths = output.acceptance_lengths
     return float(lengths.sum() / (lengths > 0).sum())
+
+
+def compare_captured(target, num_rows: int, input_table: bool) -> float:
+    """The draft phase as a CUDA graph beside the same in single steps: same text, same acceptance, call after call."""
+    device = target.get_input_embeddings().weight.device
+    draft = make_draft(target, attn_implementation="sdpa").to(device)
+    lengths = []
+    for graphs in (False, True, True):
+        draft.use_cuda_graphs(graphs, input_table=input_table)
+        for seed in (3, 4):
+            inputs = {name: tensor.to(device) for name, tensor in padded_batch(LENGTHS[:num_rows], seed=seed).items()}
+            output = target.generate(
+                **inputs,
+                assistant_model=draft,
+                max_new_tokens=NEW_TOKENS,
+                pad_token_id=MASK_TOKEN,
+                return_dict_in_generate=True,
+            )
+            lengths.append((output.sequences.tolist(), output.acceptance_lengths.tolist()))
+    assert lengths[:2] == lengths[2:4] == lengths[4:], "a graph gave other rounds"
+    kept = Captures.of(target, draft)._idle
+    assert device.type == "cpu" or any(one._graph is not None for some in kept.values() for one in some), "no graph"
+    return float(torch.tensor(lengths[0][1]).float().mean())
 
 
 def target_on(device, dtype=torch.float64, attention="sdpa", arch="qwen3"):
@@ -81,6 +105,9 @@ def checks(device: str, folder: Path) -> dict:
         if device == "cpu"
         else lambda: compare(target_on(device), device, cache_implementation="offloaded"),
         "adaptive draft length": lambda: compare(target_on(device), device, num_assistant_tokens_schedule="heuristic"),
+        "draft phase in a graph": lambda: compare_captured(target_on(device), 1, False),
+        "draft phase in a graph, batch, float32": lambda: compare_captured(target_on(device, torch.float32), 4, False),
+        "draft phase in a graph, table, float32": lambda: compare_captured(target_on(device, torch.float32), 1, True),
         "float32": lambda: compare(target_on(device, torch.float32), device, ties=True),
         "bfloat16": lambda: compare(target_on(device, torch.bfloat16), device, ties=True),
         "float16 target, bfloat16 draft": lambda: compare(
