@@ -213,4 +213,7 @@ def test_the_checks_for_accelerators_pass_where_there_is_none(tmp_path):
     lengths = {name: run() for name, run in checks("cpu", tmp_path).items() if run is not None}
     # How much the schedule offers hangs on measured time; that its tokens are plain was checked all the same.
     assert lengths.pop("adaptive draft length") >= 1
+    # Their draft is a random one, and they compare its rounds.
+    for name in [name for name in lengths if "in a graph" in name]:
+        assert lengths.pop(name) >= 1
     assert len(lengths) >= 10 and all(length > 2 for length in lengths.values()), lengths
