@@ -1,12 +1,14 @@
 # Copyright 2026 The domino_spec authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How many ids should a draft propose from? Fewer make the output head cheaper, and cost acceptance.
+"""How many ids should a draft propose from, and how many correct? Fewer are cheaper, and cost acceptance.
 
     python benchmarks/shortlist.py --text chat.jsonl more.jsonl --prompts gsm8k.jsonl humaneval.jsonl \
-        [--sizes 2048 4096 8192 16384] [--write] [--output results.json]
+        [--sizes 2048 4096 8192 16384] [--pools 16 64 256] [--write] [--output results.json]
 
-For each size the draft proposes from the ids that the target's answers in `--text` hold most often. All sizes and the
-whole vocabulary answer each prompt in turn. Reported are the share of the text's tokens that a list covers, the
+For each size the draft proposes from the ids that the target's answers in `--text` hold most often; for each pool, from
+the whole vocabulary, of which its head corrects only the likeliest at each position. All of them and the whole
+vocabulary answer each prompt in turn. A pool is also compared with it block by block: the share of proposals up to the
+first other one. Reported are the share of the text's tokens that a list covers, the
 acceptance length, and the time per round after the prefill and tokens per second of whole calls beside the whole
 vocabulary, as medians over prompts. Answers are the target's whatever the list; that they are is checked.
 
@@ -25,8 +27,32 @@ import torch
 from domino_spec.checkpoints import default_draft_path
 from domino_spec.evaluation.benchmark import encode, load_pair, provenance, read_prompts
 from domino_spec.evaluation.report import format_table
+from domino_spec.generation import loop
 from domino_spec.training.data import load_rows
 from domino_spec.training.features import TokenDataset
+
+
+def exactness(target, draft, inputs: dict, max_new_tokens: int) -> float:
+    """Share of the proposals over the whole vocabulary that the pool has too, up to the first other in a block."""
+    real, same, all_of_them = loop.rollout, 0, 0
+    pool = draft.config.candidate_pool_size
+
+    def both(*args):
+        nonlocal same, all_of_them
+        found = []
+        for size in (None, pool):
+            draft.config.candidate_pool_size = size
+            found.append(real(*args))
+        equal = found[0].proposal_ids == found[1].proposal_ids
+        same, all_of_them = same + int(equal.long().cumprod(-1).sum()), all_of_them + equal.numel()
+        return found[1]
+
+    loop.rollout = both
+    try:
+        target.generate(**inputs, assistant_model=draft, do_sample=False, max_new_tokens=max_new_tokens)
+    finally:
+        loop.rollout = real
+    return same / all_of_them
 
 
 def main():
@@ -36,6 +62,7 @@ def main():
     parser.add_argument("--text", nargs="+", required=True, help="files or Hub ids of chat rows that the target wrote")
     parser.add_argument("--prompts", nargs="+", required=True, type=Path)
     parser.add_argument("--sizes", nargs="+", type=int, default=[2048, 4096, 8192, 16384])
+    parser.add_argument("--pools", nargs="+", type=int, default=[])
     parser.add_argument("--num-prompts", type=int, default=4, help="of each file")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--write", action="store_true")
@@ -50,18 +77,24 @@ def main():
     rows = [row for source in args.text for row in load_rows(source, tokenizer, 1 << 20, config.vocab_size)[0]]
     counts = TokenDataset(rows).token_counts(config.vocab_size)
     most_used = counts.argsort(descending=True).tolist()
-    lists: dict[int, list[int] | None] = {size: most_used[:size] for size in args.sizes if size < config.vocab_size}
-    lists[config.vocab_size] = None
+    whole = f"{config.vocab_size:,}"
+    # What each way proposes from, and what of it is corrected.
+    ways: dict[str, tuple[list[int] | None, int | None]] = {
+        f"{size:,}": (most_used[:size], None) for size in args.sizes if size < config.vocab_size
+    }
+    ways |= {f"pool of {size:,}": (None, size) for size in args.pools}
+    ways[whole] = (None, None)
 
-    found: dict[int, list[dict[str, float]]] = {size: [] for size in lists}
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     prompts = [prompt for path in args.prompts for prompt in read_prompts(path, args.num_prompts)]
     for turn, prompt in enumerate(prompts):
         inputs, answers = encode(tokenizer, prompt.text), set()
-        sizes = list(lists)
+        names = list(ways)
         # The first call of all warms up, and is made again.
-        order = sizes[turn % len(sizes) :] + sizes[: turn % len(sizes)]
-        for size in [*order[:1], *order] if turn == 0 else order:
-            config.set_shortlist(lists[size])
+        order = names[turn % len(names) :] + names[: turn % len(names)]
+        for way in [*order[:1], *order] if turn == 0 else order:
+            config.set_shortlist(ways[way][0])
+            config.candidate_pool_size = ways[way][1]
             started = time.perf_counter()
             output = target.generate(
                 **inputs,
@@ -74,49 +107,53 @@ def main():
             lengths = output.acceptance_lengths[0]
             call = {"rounds": len(lengths), "tokens": int(lengths.sum()), "seconds": seconds}
             call["round_seconds"] = (seconds - output.seconds["prefill"]) / max(1, len(lengths))
-            found[size] = [*found[size][:turn], call]
+            if config.candidate_pool_size is not None:
+                call["exact"] = exactness(target, draft, inputs, args.max_new_tokens)
+            found[way] = [*found[way][:turn], call]
             answers.add(tuple(output.sequences[0].tolist()))
         if len(answers) > 1:
             raise SystemExit(f"{prompt.id} was answered in {len(answers)} ways.")
         print(f"{turn + 1}/{len(prompts)}", file=sys.stderr)
 
-    def beside_whole(size: int, what: str) -> float:
-        pairs = zip(found[size], found[config.vocab_size], strict=True)
+    def beside_whole(way: str, what: str) -> float:
+        pairs = zip(found[way], found[whole], strict=True)
         return statistics.median(a[what] / b[what] for a, b in pairs if b[what])
 
     measured = {
-        size: {
-            "covered": float(counts[lists[size] or slice(None)].sum() / counts.sum()),
+        way: {
+            "covered": float(counts[ways[way][0] or slice(None)].sum() / counts.sum()),
+            "exact": statistics.fmean(c["exact"] for c in calls) if "exact" in calls[0] else None,
             "acceptance_length": sum(c["tokens"] for c in calls) / sum(c["rounds"] for c in calls),
             "round_ms": 1000 * statistics.median(c["round_seconds"] for c in calls),
-            "round_ratio": beside_whole(size, "round_seconds"),
-            "rate_ratio": 1 / beside_whole(size, "seconds"),
+            "round_ratio": beside_whole(way, "round_seconds"),
+            "rate_ratio": 1 / beside_whole(way, "seconds"),
         }
-        for size, calls in found.items()
+        for way, calls in found.items()
     }
-    header = ["ids", "of the text", "acceptance length", "ms / round", "beside whole", "tokens/s beside whole"]
+    header = ["ids", "of the text", "exact", "acceptance length", "ms / round", "beside whole", "tokens/s beside whole"]
     print(
         format_table(
             header,
             [
                 [
-                    f"{size:,}",
+                    way,
                     f"{100 * m['covered']:.1f} %",
+                    "-" if m["exact"] is None else f"{100 * m['exact']:.2f} %",
                     f"{m['acceptance_length']:.3f}",
                     f"{m['round_ms']:.1f}",
                     f"{m['round_ratio']:.2f}",
                     f"{m['rate_ratio']:.2f}",
                 ]
-                for size, m in measured.items()
+                for way, m in measured.items()
             ],
         )
     )
     if args.output is not None:
-        document = {**provenance("python benchmarks/shortlist.py"), "sizes": measured}
+        document = {**provenance("python benchmarks/shortlist.py"), "ways": measured}
         args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     if args.write:
-        best = max(measured, key=lambda size: measured[size]["rate_ratio"])
-        config.set_shortlist(lists[best])
+        best = max((way for way in ways if ways[way][1] is None), key=lambda way: measured[way]["rate_ratio"])
+        config.set_shortlist(ways[best][0])
         # The config alone: the weights stay as they are on disk, byte for byte.
         written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         written.pop("shortlist", None)
