@@ -4,6 +4,7 @@
 
     python benchmarks/peers.py --prompts gsm8k.jsonl humaneval.jsonl mbpp.jsonl mt-bench.jsonl --num-prompts 4 \
         --output benchmarks/results/peers-cpu.json
+    python benchmarks/peers.py --prompts gsm8k.jsonl --cache-implementation static --compile
 
 Compared are plain `generate`; transformers' prompt lookup; the paper's loop written down plainly (`paper_loop.py`);
 our loop with the head off (DFlash), with it (Domino), and with the schedule that leaves out what does not pay; and, on
@@ -11,8 +12,13 @@ a copy of the draft that is told that its labels are not shifted, transformers' 
 proposes nonsense, so only the time of a round counts there.
 
 Answers run to the limit, end tokens notwithstanding, so that every way writes the same text; that it does is checked. A
-pass is one call of the target. The last columns split a round of our loop by clocks on the modules, which cost a little
-themselves: they come from calls of their own.
+pass is one call of the target. The second table splits a round of our loop by clocks on the modules, which cost a
+little themselves: it comes from calls of its own.
+
+`--cache-implementation static` gives the target a cache of fixed size, and `--compile` compiles its forward, for all
+ways alike, so that ratios are to plain `generate` in the same mode; a way that cannot be run so is named and left out.
+What `generate` would compile by itself on a GPU, where a static cache is asked for, is compiled by `--compile` alone.
+Every shape is compiled before the clock starts: a call that would need another graph then ends the script.
 """
 
 import argparse
@@ -79,34 +85,80 @@ def now() -> float:
     return time.perf_counter()
 
 
-def ways(target, draft, max_new_tokens: int) -> dict[str, Callable[..., Answer]]:
+def ways(
+    target, draft, max_new_tokens: int, cache_implementation: str | None = None
+) -> dict[str, Callable[..., Answer]]:
     """Every way by name: from inputs to ids `[N, S + new]` and the seconds that our loop counted by part."""
     unshifted = copy.deepcopy(draft)
     unshifted.config.shift_label = False
+    # Else `generate` compiles plain decoding alone.
+    cache = {} if cache_implementation is None else {"cache_implementation": cache_implementation}
+    shared = {"max_new_tokens": max_new_tokens, "do_sample": False, "disable_compile": True, **cache}
 
     def generate(**options):
         def run(**inputs) -> Answer:
-            output = target.generate(
-                **inputs, max_new_tokens=max_new_tokens, do_sample=False, return_dict_in_generate=True, **options
-            )
+            output = target.generate(**inputs, return_dict_in_generate=True, **shared, **options)
             return output.sequences, getattr(output, "seconds", None) or {}
 
         return run
+
+    def paper(input_ids, attention_mask) -> Answer:
+        if cache:
+            raise ValueError("it makes its own cache, which grows")
+        return paper_generate(target, draft, input_ids, max_new_tokens)[0], {}
 
     head_off = {"custom_generate": draft.decode, "use_head": False}
     return {
         PLAIN: generate(),
         LOOKUP: generate(prompt_lookup_num_tokens=10),
-        PAPER: lambda input_ids, attention_mask: (
-            paper_generate(target, draft, input_ids, max_new_tokens)[0],
-            {},
-        ),
+        PAPER: paper,
         DFLASH: generate(**head_off),
         DOMINO: generate(assistant_model=draft),
         SCHEDULE: generate(assistant_model=draft, num_assistant_tokens_schedule="heuristic"),
         STOCK_UNSHIFTED: generate(assistant_model=unshifted, speculation_type="dflash"),
         UNSHIFTED: generate(custom_generate=unshifted.decode, use_head=False),
     }
+
+
+def with_compiled_target(target, run: Callable[..., Answer]) -> Callable[..., Answer]:
+    """
+    `run` with `target.forward` compiled, for all lengths of text at once.
+
+    No two ways may share what is compiled: what listens to the target's layers is compiled in with them, and ways that
+    listen would run what was compiled for those that do not.
+    """
+    forward = torch.compile(target.forward, dynamic=True, isolate_recompiles=True, recompile_limit=64)
+
+    def compiled(**inputs) -> Answer:
+        own, target.forward = target.forward, forward
+        try:
+            return run(**inputs)
+        finally:
+            target.forward = own
+
+    return compiled
+
+
+def warm_up(named: dict[str, Callable[..., Answer]], prompts: list[dict]) -> dict[str, Callable[..., Answer]]:
+    """
+    Run every way on every prompt, and return those that can be run so; the others are named.
+
+    Raises:
+        Exception: what plain generation raises, beside which there is nothing to measure.
+    """
+    able = {}
+    for name, run in named.items():
+        try:
+            for inputs in prompts:
+                run(**inputs)
+        # Ways fail in this mode as variously as they are made.
+        except Exception as error:
+            if name == PLAIN:
+                raise
+            print(f"{name} is left out: {type(error).__name__}: {str(error).splitlines()[0]}")
+        else:
+            able[name] = run
+    return able
 
 
 def measure(target, named: dict[str, Callable[..., Answer]], prompts: list[dict], repeats: int) -> dict[str, dict]:
@@ -139,19 +191,19 @@ def measure(target, named: dict[str, Callable[..., Answer]], prompts: list[dict]
 
 def split(target, draft, run: Callable[..., Answer], prompts: list[dict]) -> dict[str, float]:
     """Milliseconds of a round of our loop by part; the parts are its whole time but for the prefill."""
-    clocks = Clocks(target=target, backbone=draft, head=target.get_output_embeddings())
+    clocks = Clocks(target=target, backbone=draft)
     totals: dict[str, float] = defaultdict(float)
     rounds = 0
     for inputs in prompts:
         with clocks.running() as calls:
             parts = run(**inputs)[1]
-        verify, backbone, output_head = sum(calls["target"][1:]), sum(calls["backbone"]), sum(calls["head"])
+        verify, backbone = sum(calls["target"][1:]), sum(calls["backbone"])
         rounds += len(calls["target"]) - 1
         for name, seconds in (
             ("target", verify),
             ("backbone", backbone),
-            ("output head", output_head),
-            ("rollout", parts["draft"] - backbone - output_head),
+            # Base logits and the head's steps: of a draft with a shortlist, the output head is no module of the target.
+            ("scoring, rollout", parts["draft"] - backbone),
             ("verification", parts["verify"] - verify),
             ("host", parts["host"]),
         ):
@@ -191,21 +243,29 @@ def main():
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--ways", nargs="+", help="only these (default: all)")
+    parser.add_argument("--cache-implementation", choices=("static",), help="of the target, as `generate` takes it")
+    parser.add_argument("--compile", action="store_true", help="the target's forward")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
 
     target, tokenizer, draft = load_pair(args.target, args.draft, getattr(torch, args.dtype), args.device)
     target.generation_config.eos_token_id = None
-    named = ways(target, draft, args.max_new_tokens)
+    named = ways(target, draft, args.max_new_tokens, args.cache_implementation)
     named = {name: run for name, run in named.items() if args.ways is None or name in {PLAIN, *args.ways}}
     prompts = [
         encode(tokenizer, prompt.text, args.device)
         for path in args.prompts
         for prompt in read_prompts(path, args.num_prompts)
     ]
-    for run in named.values():
-        run(**prompts[0])
-    found = measure(target, named, prompts, args.repeats)
+    if args.compile:
+        named = {name: with_compiled_target(target, run) for name, run in named.items()}
+    if args.compile or args.cache_implementation:
+        named = warm_up(named, prompts)
+    else:
+        for run in named.values():
+            run(**prompts[0])
+    with torch.compiler.set_stance("fail_on_recompile") if args.compile else contextlib.nullcontext():
+        found = measure(target, named, prompts, args.repeats)
     print(table(found))
     parts = {name: split(target, draft, named[name], prompts) for name in (DFLASH, DOMINO) if name in named}
     if parts:

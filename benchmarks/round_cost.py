@@ -4,197 +4,217 @@
 
     python benchmarks/round_cost.py [--draft FOLDER] [--max-new-tokens 96] [--repeats 5] [--output results.json]
     python benchmarks/round_cost.py --context-lengths 512 2048 8000 --max-new-tokens 64
+    python benchmarks/round_cost.py --batch-sizes 1 2 4 8 16 32
+    python benchmarks/round_cost.py --block-sizes 4 5 8 16 32
     python benchmarks/round_cost.py --long-run 4000
 
-A round must run the target over anchor and proposals, the backbone over a block, and the output head over the
-predicting positions. Rounds are timed by the streamer, which is called once in each; the passes are timed between the
-`generate` calls, at the context lengths that these have, so that a machine whose speed drifts slows both alike.
+A round must run the target over anchor and proposals, the backbone over a block, and the output head, for the ids that
+the draft may propose, over the predicting positions. A round is timed from one call of the target to the next; the
+passes are timed between the `generate` calls, at the context lengths that these have, so that a machine whose speed
+drifts slows both alike. The head's steps and the verification are part of a round, and no pass.
 
-With `--context-lengths`, prompts are cut to these lengths: a round must not grow faster with the context than the
-target's own pass does. With `--long-run`, one answer of so many tokens is timed by quarters: its rounds must not slow
-down beyond what the target's own pass does.
+With `--context-lengths`, the prompt is cut to these lengths; with `--batch-sizes`, a batch has so many rows of 128
+tokens, and rounds count for as long as no row has ended; with `--block-sizes`, a block has so many positions. A round
+must not grow faster than the target's own pass does, but for the head, which takes a step for each position. Only the
+time of a round means anything where a block is not the one that the draft was trained for. With `--long-run`, one
+answer of so many tokens is timed by quarters: its rounds must not slow down beyond what the target's own pass does.
+Answers run to the limit, end tokens notwithstanding. Tables hold medians in ms.
 """
 
 import argparse
+import contextlib
 import json
 import statistics
 import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from transformers import DynamicCache
-from transformers.generation.streamers import BaseStreamer
 
-from domino_spec.evaluation.benchmark import encode, load_pair, provenance
+from domino_spec.evaluation.benchmark import encode, load_pair, positive_int, provenance
 from domino_spec.evaluation.demo import DEMO_PROMPTS
 from domino_spec.evaluation.report import format_table
 from domino_spec.generation.compat import CACHE_NAME
 from domino_spec.generation.context import TargetParts
-from domino_spec.generation.rollout import DraftState, draft_hidden
+from domino_spec.generation.scorer import Scorer
+
+PASSES = ("target", "backbone", "output head")
+PROMPT_LENGTH = 128
 
 
-class RoundClock(BaseStreamer):
-    """Takes the time of each call: the prompt's, the prefill token's, then one per round."""
-
-    def __init__(self):
-        self.times = []
-
-    def put(self, value):
-        self.times.append(time.perf_counter())
-
-    def end(self):
-        pass
-
-    def rounds(self) -> list[float]:
-        """Seconds of each round."""
-        # The first two calls are the prompt and the token of the prefill.
-        return [later - earlier for earlier, later in zip(self.times[1:], self.times[2:], strict=False)]
+@contextlib.contextmanager
+def pass_starts(target) -> Iterator[list[float]]:
+    """When each call of the target begins: the prefill's, then one in each round."""
+    starts: list[float] = []
+    handle = target.register_forward_pre_hook(lambda *_: starts.append(time.perf_counter()))
+    try:
+        yield starts
+    finally:
+        handle.remove()
 
 
-def timed(call) -> float:
+def decode(target, draft, inputs: dict, max_new_tokens: int) -> tuple[torch.LongTensor, list[float]]:
+    """Acceptance lengths `[N, rounds]` of a batch, and the seconds of each round in which all rows took part."""
+    with pass_starts(target) as starts:
+        output = target.generate(
+            **inputs,
+            assistant_model=draft,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            return_dict_in_generate=True,
+        )
+    lengths = output.acceptance_lengths
+    whole = int((lengths > 0).all(0).sum())
+    # A round ends where the next begins, so the last one has no end.
+    return lengths, [end - start for start, end in pairwise(starts[1:])][: whole - 1]
+
+
+def timed(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
-@torch.inference_mode()
-def time_passes(target, draft, context_length: int, new_context: int) -> dict[str, float]:
-    """Seconds of each unavoidable pass, alone, with `context_length` tokens in the caches of target and draft."""
-    parts, config = TargetParts(target), draft.config
-    width = config.block_size
-    cache = DynamicCache(config=target.config)
-    target(torch.ones(1, context_length, dtype=torch.long), **{CACHE_NAME: cache}, use_cache=True)
+@torch.no_grad()
+def time_passes(
+    target, draft, rows: int, context_length: int, new_context: int, repeats: int
+) -> dict[str, list[float]]:
+    """
+    Seconds of each unavoidable pass, alone, with `context_length` tokens of each row in the caches of target and
+    draft. The draft reads `new_context` tokens more, as after a round.
+    """
+    parts, width = TargetParts(target), draft.config.block_size
+    # What the loop scores with: of a draft with a shortlist, just these rows of the target's output head.
+    proposing = Scorer(draft, parts, use_head=False).target
+    cache, draft_cache = DynamicCache(config=target.config), DynamicCache()
+    target(torch.ones(rows, context_length, dtype=torch.long), **{CACHE_NAME: cache}, use_cache=True)
     cache.activate_past_recording()
-    state = DraftState(torch.zeros(1, dtype=torch.long), dense=True)
-    features = torch.zeros(1, context_length, draft.fc.in_features)
-    anchor = torch.ones(1, 1, dtype=torch.long)
-    visible = torch.ones(features.shape[:2], dtype=torch.bool)
-    hidden = draft_hidden(draft, parts, state, features, anchor, visible)
+    features = torch.zeros(rows, context_length, draft.fc.in_features)
+    block = torch.full((rows, width), draft.config.mask_token_id)
 
-    block = torch.ones(1, width, dtype=torch.long)
-    seconds = {
-        "target": timed(lambda: target(block, **{CACHE_NAME: cache}, use_cache=True)),
-        "backbone": timed(
-            lambda: draft_hidden(draft, parts, state, features[:, :new_context], anchor, visible[:, :new_context])
-        ),
-        "output head": timed(lambda: parts.logits(hidden[:, : width - 1])),
-    }
+    def backbone(features: torch.Tensor) -> torch.Tensor:
+        return draft(parts.embed(block), features, cache=draft_cache).last_hidden_state
+
+    hidden = backbone(features)
+    draft_cache.crop(-width)
+    seconds: dict[str, list[float]] = {name: [] for name in PASSES}
+    for _ in range(repeats):
+        seconds["target"].append(timed(lambda: target(block, **{CACHE_NAME: cache}, use_cache=True)))
+        cache.crop(-width)
+        seconds["backbone"].append(timed(lambda: backbone(features[:, :new_context])))
+        draft_cache.crop(-(new_context + width))
+        seconds["output head"].append(timed(lambda: proposing.logits(hidden[:, : width - 1])))
     return seconds
 
 
-def measure(target, draft, prompts: list[dict], max_new_tokens: int, repeats: int) -> tuple[list, dict[str, list]]:
-    """Seconds of every round, and of every pass alone in the middle of its answer; a repeat more warms up."""
+def measure(target, draft, batches: list[dict], max_new_tokens: int, repeats: int) -> dict[str, float]:
+    """Medians in ms of a round and of each pass alone in the middle of the answers, and the round over their sum."""
     rounds: list[float] = []
-    passes: dict[str, list[float]] = {"target": [], "backbone": [], "output head": []}
+    passes: dict[str, list[float]] = {name: [] for name in PASSES}
+    # A repeat more warms up.
     for repeat in range(repeats + 1):
-        for inputs in prompts:
-            clock = RoundClock()
-            output = target.generate(
-                **inputs,
-                assistant_model=draft,
-                streamer=clock,
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                return_dict_in_generate=True,
-            )
-            middle = (inputs["input_ids"].shape[1] + output.sequences.shape[1]) // 2
-            new_context = max(1, round(output.acceptance_lengths.float().mean().item()))
-            del output  # its cache
-            alone = [time_passes(target, draft, middle, new_context) for _ in range(8)]
+        for inputs in batches:
+            lengths, seconds = decode(target, draft, inputs, max_new_tokens)
+            rows, prompt = inputs["input_ids"].shape
+            # The row that took most decides how much context the draft reads next.
+            new_context = max(1, round(lengths.max(0).values.float().mean().item()))
+            alone = time_passes(target, draft, rows, prompt + max_new_tokens // 2, new_context, repeats=8)
             if repeat:
-                rounds += clock.rounds()
-                for name, seconds in passes.items():
-                    seconds += [one[name] for one in alone]
-    return rounds, passes
-
-
-def summarise(rounds: list[float], passes: dict[str, list[float]]) -> dict[str, float]:
-    """Medians in ms, and the round over the sum of its passes."""
+                rounds += seconds
+                for name in PASSES:
+                    passes[name] += alone[name]
     medians = {name: 1000 * statistics.median(seconds) for name, seconds in passes.items()}
     total, whole = sum(medians.values()), 1000 * statistics.median(rounds)
     return {**medians, "sum": total, "round": whole, "round / sum": whole / total}
 
 
-def prompts_of_length(tokenizer, lengths: list[int]) -> dict[int, dict]:
-    """The built-in prompts over and over, cut to each length."""
+def batch_of(tokenizer, rows: int, length: int) -> dict[str, torch.Tensor]:
+    """So many rows of just `length` tokens: the built-in prompts over and over, each row from another token on."""
     ids = [token for prompt in DEMO_PROMPTS for token in encode(tokenizer, prompt.text)["input_ids"][0].tolist()]
-    prompts = {}
-    for length in lengths:
-        text = torch.tensor([(ids * (length // len(ids) + 1))[:length]])
-        prompts[length] = {"input_ids": text, "attention_mask": torch.ones_like(text)}
-    return prompts
+    ids *= length // len(ids) + 2
+    text = torch.tensor([ids[row : row + length] for row in (17 * number % len(ids) for number in range(rows))])
+    return {"input_ids": text, "attention_mask": torch.ones_like(text)}
 
 
-def quarters(target, draft, inputs: dict, new_tokens: int) -> list[dict[str, float]]:
-    """Of the rounds of one long answer, by quarters: ms a token, and ms of the target's pass alone there."""
-    clock = RoundClock()
-    output = target.generate(
-        **inputs,
-        assistant_model=draft,
-        streamer=clock,
-        max_new_tokens=new_tokens,
-        min_new_tokens=0,
-        eos_token_id=None,
-        do_sample=False,
-        return_dict_in_generate=True,
-    )
-    lengths = output.acceptance_lengths[0].tolist()
-    del output
-    found, seconds = [], clock.rounds()
-    for quarter in range(4):
-        part = slice(quarter * len(lengths) // 4, (quarter + 1) * len(lengths) // 4)
-        middle = inputs["input_ids"].shape[1] + sum(lengths[: (part.start + part.stop) // 2])
-        alone = [time_passes(target, draft, middle, 2)["target"] for _ in range(24)]
-        found.append(
-            {
-                "context": middle,
-                "ms a round": 1000 * statistics.median(seconds[part]),
-                "ms a target pass": 1000 * statistics.median(alone),
-                "acceptance length": statistics.fmean(lengths[part]),
-            }
-        )
+def by_context_length(target, tokenizer, draft, lengths: list[int], *limits: int) -> dict[str, dict[str, float]]:
+    return {str(length): measure(target, draft, [batch_of(tokenizer, 1, length)], *limits) for length in lengths}
+
+
+def by_batch_size(target, tokenizer, draft, sizes: list[int], *limits: int) -> dict[str, dict[str, float]]:
+    return {str(rows): measure(target, draft, [batch_of(tokenizer, rows, PROMPT_LENGTH)], *limits) for rows in sizes}
+
+
+def by_block_size(target, tokenizer, draft, sizes: list[int], *limits: int) -> dict[str, dict[str, float]]:
+    trained, found = draft.config.block_size, {}
+    for size in sizes:
+        draft.config.block_size = size
+        found[str(size)] = measure(target, draft, [batch_of(tokenizer, 1, PROMPT_LENGTH)], *limits)
+    draft.config.block_size = trained
     return found
 
 
-def print_rows(first: str, rows: dict[str, dict[str, float]]):
-    names = list(next(iter(rows.values())))
-    print(format_table([first, *names], [[key, *(f"{row[name]:.2f}" for name in names)] for key, row in rows.items()]))
+def by_quarter(target, draft, inputs: dict, new_tokens: int) -> dict[str, dict[str, float]]:
+    """Of the rounds of one long answer, by quarters: ms a round, and ms of the target's pass alone there."""
+    lengths, seconds = decode(target, draft, inputs, new_tokens)
+    lengths = lengths[0].tolist()
+    found = {}
+    for quarter in range(4):
+        part = slice(quarter * len(seconds) // 4, (quarter + 1) * len(seconds) // 4)
+        middle = inputs["input_ids"].shape[1] + sum(lengths[: (part.start + part.stop) // 2])
+        alone = time_passes(target, draft, 1, middle, 2, repeats=24)["target"]
+        found[str(quarter + 1)] = {
+            "context": middle,
+            "round": 1000 * statistics.median(seconds[part]),
+            "target": 1000 * statistics.median(alone),
+            "acceptance length": statistics.fmean(lengths[part]),
+        }
+    return found
+
+
+def report(first: str, rows: dict[str, dict[str, float]]) -> dict:
+    """Print a table and, over its rows, how a round's time grows beside the target's pass; return what to store."""
+    start, end = next(iter(rows.values())), next(reversed(rows.values()))
+    cells = [[key, *(f"{value:.2f}" for value in row.values())] for key, row in rows.items()]
+    print(format_table([first, *start], cells))
+    if len(rows) == 1:
+        return {"rows": rows}
+    growth = end["round"] / start["round"] / (end["target"] / start["target"])
+    print(f"growth of a round over that of the target's pass: {growth:.3f}\n")
+    return {"rows": rows, "growth": growth}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draft", default="default", help="`default` (the embedded one), a folder or a Hub id")
-    parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--context-lengths", type=int, nargs="+")
-    parser.add_argument("--long-run", type=int, metavar="TOKENS")
+    parser.add_argument("--target", default="default", help="`default` (the embedded one), a folder or a Hub id")
+    parser.add_argument("--draft", default="default", help="the same")
+    parser.add_argument("--max-new-tokens", type=positive_int, default=96)
+    parser.add_argument("--repeats", type=positive_int, default=5)
+    parser.add_argument("--context-lengths", type=positive_int, nargs="+", metavar="TOKENS")
+    parser.add_argument("--batch-sizes", type=positive_int, nargs="+", metavar="ROWS")
+    parser.add_argument("--block-sizes", type=positive_int, nargs="+", metavar="POSITIONS")
+    parser.add_argument("--long-run", type=positive_int, metavar="TOKENS")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
 
-    target, tokenizer, draft = load_pair("default", args.draft, torch.float32)
+    target, tokenizer, draft = load_pair(args.target, args.draft, torch.float32)
+    target.generation_config.eos_token_id = None
     prompts = [encode(tokenizer, prompt.text) for prompt in DEMO_PROMPTS]
-    document = {**provenance("python benchmarks/round_cost.py"), "block_size": draft.config.block_size}
+    limits = args.max_new_tokens, args.repeats
+    tables = {}
+    if args.context_lengths:
+        tables["context"] = by_context_length(target, tokenizer, draft, args.context_lengths, *limits)
+    if args.batch_sizes:
+        tables["batch"] = by_batch_size(target, tokenizer, draft, args.batch_sizes, *limits)
+    if args.block_sizes:
+        tables["block"] = by_block_size(target, tokenizer, draft, args.block_sizes, *limits)
     if args.long_run:
-        found = quarters(target, draft, prompts[0], args.long_run)
-        print_rows("quarter", {str(i + 1): row for i, row in enumerate(found)})
-        first, last = found[0], found[-1]
-        kept = first["ms a round"] / last["ms a round"] * last["ms a target pass"] / first["ms a target pass"]
-        print(f"rate kept, the target's own slow-down taken out: {kept:.3f}")
-        document |= {"quarters": found, "rate_kept": kept}
-    elif args.context_lengths:
-        by_length = {
-            str(length): summarise(*measure(target, draft, [inputs], args.max_new_tokens, args.repeats))
-            for length, inputs in prompts_of_length(tokenizer, args.context_lengths).items()
-        }
-        print_rows("context", by_length)
-        first, *_, last = by_length.values()
-        growth = last["round"] / first["round"] / (last["target"] / first["target"])
-        print(f"growth of a round over that of the target's pass: {growth:.3f}")
-        document |= {"milliseconds": by_length, "growth": growth}
-    else:
-        found = summarise(*measure(target, draft, prompts, args.max_new_tokens, args.repeats))
-        print_rows("ms", {"median": found})
-        document |= {"milliseconds": found}
+        tables["quarter"] = by_quarter(target, draft, prompts[0], args.long_run)
+    if not tables:
+        tables["prompts"] = {"all": measure(target, draft, prompts, *limits)}
+    document = {**provenance("python benchmarks/round_cost.py"), "block_size": draft.config.block_size}
+    document |= {first: report(first, rows) for first, rows in tables.items()}
     if args.output is not None:
         args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 

@@ -12,6 +12,7 @@ backbone's part (activations and the dense mask); what grows with the chunk is t
 
 import argparse
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -63,6 +64,15 @@ SMALL = {
 }
 
 
+def peak_rss() -> int:
+    """The most resident memory that this process has had, in bytes."""
+    # What `getrusage` says includes the process that this one was forked from, as large as that was.
+    status = Path("/proc/self/status")
+    if status.exists():
+        return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", status.read_text()).group(1))
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 def config_of(scale: dict) -> DominoConfig:
     fields = {name: value for name, value in scale.items() if name not in ("num_anchors", "length", "chunk")}
     return DominoConfig(**fields, num_target_layers=40, mask_token_id=0, projector_type="domino", shift_label=True)
@@ -104,10 +114,10 @@ def peak_of_a_step(num_anchors: int, chunk: int | None) -> float:
     features = torch.randn(1, scale["length"], 2 * config.hidden_size)
     anchors, keep = sample_anchors(mask, num_anchors, [0])
     blocks = build_blocks(ids, mask, anchors, keep, config, 7.0)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_rss()
     hidden = teacher_forced_hidden(draft, parts, blocks, anchors, features)
     domino_loss(draft, parts, blocks, hidden, 0.5, chunk_size=chunk).loss.backward()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / GIB
+    return (peak_rss() - before) / GIB
 
 
 def measure(num_anchors: int, chunk: int | None) -> float:
