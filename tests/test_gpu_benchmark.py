@@ -1,0 +1,58 @@
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark for a GPU, at tiny size on a CPU: it runs, and rounds commit what it forces."""
+
+import itertools
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import make_draft, random_tokens
+
+from domino_spec.generation import captured
+
+# The scripts import one another by name.
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import gpu
+
+
+@pytest.mark.parametrize("mean", [1.0, 2.5, 4.7, 7.0])
+def test_a_pattern_has_the_mean_that_is_asked_for(mean):
+    tokens = list(itertools.islice(gpu.pattern(mean, 16), 400))
+    assert statistics.fmean(tokens) == pytest.approx(mean, abs=0.02)
+    assert min(tokens) >= 1 and (mean == 1.0 or len(set(tokens)) > 2)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_rounds_commit_what_is_forced(target, num_rows):
+    draft, ids = make_draft(target), random_tokens(num_rows, 9)
+    with gpu.forced_acceptance(3.0):
+        output = target.generate(ids, assistant_model=draft, max_new_tokens=61, return_dict_in_generate=True)
+    assert output.sequences.shape == (num_rows, 70)
+    for row in output.acceptance_lengths.tolist():
+        assert sum(row) == 60 and statistics.fmean(row) == pytest.approx(3.0, abs=0.2)
+    # And nothing once it is over.
+    after = target.generate(ids, assistant_model=draft, max_new_tokens=61)
+    assert after.tolist() == target.generate(ids, max_new_tokens=61).tolist()
+
+
+def test_it_runs_end_to_end(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(captured, "can_capture", lambda device: True)
+    phases, real = [], captured.CapturedDraft.propose
+    monkeypatch.setattr(
+        captured.CapturedDraft, "propose", lambda self, *args: (phases.append(self), real(self, *args))[1]
+    )
+    output = tmp_path / "gpu.json"
+    sizes = ["--batch-sizes", "1", "2", "--prompt-length", "8", "--max-new-tokens", "16", "--repeats", "1"]
+    gpu.main(["--shape", "tiny", "--device", "cpu", "--dtype", "float32", *sizes, "--output", str(output)])
+    found = json.loads(output.read_text())["batches"]
+    ways = [gpu.PLAIN, gpu.COMPILED, gpu.PAPER, gpu.OURS, gpu.GRAPHS]
+    assert list(found["1"]["tokens_per_second"]) == ways
+    assert list(found["2"]["tokens_per_second"]) == [way for way in ways if way != gpu.PAPER]
+    assert all(rate > 0 for batch in found.values() for rates in batch["tokens_per_second"].values() for rate in rates)
+    assert phases, "nothing was captured"
+    printed = capsys.readouterr().out
+    assert "to paper's" in printed and "over its three passes" in printed
