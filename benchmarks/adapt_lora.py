@@ -7,8 +7,9 @@
 
 The target answers questions about tables, made up here, which is the text of the task; it is measured on two tables
 that are not trained on. `domino-spec train --peft` then adapts the draft to it, with some of `--replay`, so that it
-does not forget the rest. Acceptance lengths are those of greedy decoding with the adapter and without it. Text that
-`--work` holds already is not made again; the training always is, since its time is a result.
+does not forget the rest. A draft with a shortlist gets the ids of the answers added to it, adapted or not. Acceptance
+lengths are those of greedy decoding with the adapter and without it. Text that `--work` holds already is not made
+again; the training always is, since its time is a result.
 """
 
 import argparse
@@ -26,6 +27,8 @@ from peft import PeftModel
 from domino_spec.evaluation.benchmark import encode_batch, load_pair, provenance, read_prompts
 from domino_spec.evaluation.report import Prompt, format_table
 from domino_spec.training import recipe
+from domino_spec.training.data import load_rows
+from domino_spec.training.features import TokenDataset
 from domino_spec.training.regenerate import LocalTarget, regenerate
 from domino_spec.training.regenerate import Prompt as Question
 
@@ -137,6 +140,11 @@ def main():
     recipe.main([str(RECIPE), *arguments, *rest])
     train_seconds = time.perf_counter() - start
 
+    if (shortlist := draft.config.shortlist_ids) is not None:
+        made = load_rows(str(answers), tokenizer, 1 << 20, draft.config.vocab_size)[0]
+        counts = TokenDataset(made).token_counts(draft.config.vocab_size)
+        draft.config.set_shortlist({*shortlist, *counts.nonzero()[:, 0].tolist()})
+        print(f"{len(shortlist)} ids on the draft's list, {len(draft.config.shortlist_ids)} with those of the answers")
     adapted = PeftModel.from_pretrained(draft, adapter).eval()
     rows = []
     for name, prompts in tasks.items():
