@@ -46,8 +46,14 @@ class ContextCapture:
         forgotten, so that nothing large stays alive.
 
         Raises:
-            ValueError: when a layer does not return one state for each position.
+            ValueError: when a layer does not return one state for each position, or was not heard at all.
         """
+        if not all(self._outputs.values()):
+            raise ValueError(
+                "The target's layers ran without the draft hearing them. That is so where the target was compiled, and "
+                "run, before it first met a draft: what was compiled then has no place to listen. Call "
+                "`torch.compiler.reset()` once, and generate with the draft before you generate without."
+            )
         lengths = {i: [tuple(states.shape) for states in self._outputs[i]] for i in self.layer_ids}
         reference = [shape[:2] for shape in lengths[self.layer_ids[0]]]
         for i, shapes in lengths.items():

@@ -357,6 +357,17 @@ def test_a_compiled_target_and_a_wrapped_one_are_served_too():
     assert ours.tolist() == plain[:, : ours.shape[1]].tolist()
 
 
+def test_a_target_compiled_without_a_draft_says_how_to_begin_again():
+    target, ids = make_target("qwen3", attn_implementation="sdpa"), random_tokens(1, 9)
+    draft, options = make_draft(target), {"max_new_tokens": 5, "pad_token_id": MASK_TOKEN}
+    target.forward = torch.compile(target.forward, backend="eager", dynamic=True)
+    plain = target.generate(ids, **options)
+    with pytest.raises(ValueError, match=r"torch\.compiler\.reset"):
+        target.generate(ids, **options, assistant_model=draft)
+    torch.compiler.reset()
+    assert target.generate(ids, **options, assistant_model=draft).tolist() == plain.tolist()
+
+
 def test_eight_threads_with_one_draft_and_two_targets_give_what_they_give_alone():
     targets = [make_target(seed=seed, attn_implementation="sdpa") for seed in (7, 8)]
     draft = make_draft(targets[0], attn_implementation="sdpa")
