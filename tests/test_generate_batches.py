@@ -360,6 +360,8 @@ def test_a_compiled_target_and_a_wrapped_one_are_served_too():
 def test_a_target_compiled_without_a_draft_says_how_to_begin_again():
     target, ids = make_target("qwen3", attn_implementation="sdpa"), random_tokens(1, 9)
     draft, options = make_draft(target), {"max_new_tokens": 5, "pad_token_id": MASK_TOKEN}
+    # What other tests had compiled would serve here, with the places to listen that it has.
+    torch.compiler.reset()
     target.forward = torch.compile(target.forward, backend="eager", dynamic=True)
     plain = target.generate(ids, **options)
     with pytest.raises(ValueError, match=r"torch\.compiler\.reset"):
