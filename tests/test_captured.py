@@ -130,6 +130,21 @@ def test_changed_weights_are_noticed(target):
     assert lengths_of(output) == lengths_of(target.generate(ids, **options))
 
 
+def test_one_that_comes_back_after_the_weights_changed_is_let_go(target, monkeypatch):
+    draft, ids = make_draft(target), random_tokens(1, 9)
+    draft.use_cuda_graphs()
+    captures, real = Captures.of(target, draft), Captures.give_back
+
+    def late(self, one):
+        # As if another call had begun with changed weights.
+        self._weights = ()
+        real(self, one)
+
+    monkeypatch.setattr(Captures, "give_back", late)
+    target.generate(ids, max_new_tokens=20, assistant_model=draft)
+    assert not captures._idle
+
+
 def test_calls_at_once_do_not_share_one(target):
     draft = make_draft(target)
     draft.use_cuda_graphs()

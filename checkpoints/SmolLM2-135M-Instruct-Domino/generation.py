@@ -1429,6 +1429,8 @@ class CapturedDraft:
         self._draft, self.parts, self.head = ref(draft), parts, head
         self.scored, self.token_ids = scorer.target, scorer.token_ids
         self.num_proposals, self.room, self.input_table = num_proposals, room, input_table
+        # The weights that it reads; see `Captures`.
+        self.made_of: tuple = ()
         self.cache = DraftCache(num_rows, room + 1)
         # A round commits the proposals and a bonus token at most.
         width = num_proposals + 1
@@ -1589,16 +1591,21 @@ class Captures:
                 self._idle, self._table, self._weights = {}, None, made_of
             if options.input_table and self._table is None:
                 self._table = _input_table(head, parts)
-            if idle := self._idle.get((num_rows, num_proposals, room)):
+            if idle := self._idle.get((num_rows, num_proposals, room, options.input_table)):
                 return idle.pop()
         table = self._table if options.input_table else None
-        return CapturedDraft(draft, scorer, parts, num_rows, num_proposals, room, table)
+        captured = CapturedDraft(draft, scorer, parts, num_rows, num_proposals, room, table)
+        captured.made_of = made_of
+        return captured
 
     def give_back(self, captured: CapturedDraft):
-        """For the next call."""
+        """For the next call, unless the weights have changed meanwhile."""
         captured.cache.clear()
         with self._lock:
-            key = (len(captured.cache.lengths), captured.num_proposals, captured.room)
+            if captured.made_of != self._weights:
+                return
+            has_table = captured.input_table is not None
+            key = (len(captured.cache.lengths), captured.num_proposals, captured.room, has_table)
             self._idle.setdefault(key, []).append(captured)
 
 
