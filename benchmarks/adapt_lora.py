@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What does LoRA bring on one task, and what does it cost elsewhere? The embedded draft, adapted to writing SQL.
 
-    python benchmarks/adapt_lora.py --work runs/lora --elsewhere gsm8k.jsonl mbpp.jsonl --replay chat.jsonl \
-        --results benchmarks/results/adapt_lora-cpu.json
+    python benchmarks/adapt_lora.py --work runs/lora --elsewhere gsm8k.jsonl mbpp.jsonl \
+        --replay chat.jsonl extra.jsonl --results benchmarks/results/adapt_lora-cpu.json
 
 The target answers questions about tables, made up here, which is the text of the task; it is measured on two tables
-that are not trained on. `domino-spec train --peft` then adapts the draft to it, with some of `--replay`, so that it
-does not forget the rest. A draft with a shortlist gets the ids of the answers added to it, adapted or not. Acceptance
+that are not trained on. `domino-spec train --peft` then adapts the draft to it, with some of the text that it was
+trained on (`--replay`, as many rows of each file), so that it does not forget the rest. A draft with a shortlist gets the ids of the answers added to it, adapted or not. Acceptance
 lengths are those of greedy decoding with the adapter and without it. Text that `--work` holds already is not made
 again; the training always is, since its time is a result.
 """
@@ -85,6 +85,13 @@ def questions(tables: Iterable[str], seed: int = 0) -> list[str]:
     return made
 
 
+def drawn(files: list[Path], count: int, seed: int = 0) -> list[str]:
+    """About `count` lines in all, as many of each of `files`."""
+    rng = random.Random(seed)
+    lines = [path.read_text(encoding="utf-8").splitlines() for path in files]
+    return [line for of_file in lines for line in rng.sample(of_file, min(count // len(files), len(of_file)))]
+
+
 @torch.no_grad()
 def acceptance(target, tokenizer, draft, prompts: list[Prompt], args) -> float:
     """Acceptance length of `draft` over greedy answers to `prompts`, in batches."""
@@ -108,15 +115,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--elsewhere", type=Path, nargs="+", required=True, help="prompt files of other tasks")
-    parser.add_argument("--replay", type=Path, required=True, help="conversations of all kinds")
+    parser.add_argument("--replay", type=Path, nargs="+", required=True, help="conversations of all kinds")
     parser.add_argument("--results", type=Path)
     parser.add_argument("--num-prompts", type=int, default=16, help="measured of each task")
     parser.add_argument("--num-train", type=int, default=400, help="answers trained on")
-    parser.add_argument("--num-replay", type=int, default=600, help="of these, trained on")
+    parser.add_argument("--num-replay", type=int, default=800, help="of these, trained on")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=8, help="of the measurement")
     parser.add_argument("--peft", default="all")
-    parser.add_argument("--steps", type=int, default=320)
+    parser.add_argument("--steps", type=int, default=300)
     args, rest = parser.parse_known_args()
 
     args.work.mkdir(parents=True, exist_ok=True)
@@ -133,7 +140,7 @@ def main():
     adapter, features, replay = (args.work / name for name in ("adapter", "features", "replay.jsonl"))
     for folder in (adapter, features):
         shutil.rmtree(folder, ignore_errors=True)
-    replay.write_text("\n".join(args.replay.read_text().splitlines()[: args.num_replay]))
+    replay.write_text("\n".join(drawn(args.replay, args.num_replay)), encoding="utf-8")
     arguments = ["--train_data", str(answers), str(replay), "--features_dir", str(features)]
     arguments += ["--output_dir", str(adapter), "--peft", args.peft, "--max_steps", str(args.steps)]
     start = time.perf_counter()
