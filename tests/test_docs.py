@@ -35,7 +35,7 @@ SMALLER = {
     },
     "adapt.md": {
         "--output domain-chat.jsonl": "--output domain-chat.jsonl --max-new-tokens 24",
-        "--max_steps 320": "--max_steps 2 --num_anchors 4",
+        "--max_steps 300": "--max_steps 2 --num_anchors 4",
     },
 }
 
