@@ -7,9 +7,9 @@
 
 The target answers questions about tables, made up here, which is the text of the task; it is measured on two tables
 that are not trained on. `domino-spec train --peft` then adapts the draft to it, with some of the text that it was
-trained on (`--replay`, as many rows of each file), so that it does not forget the rest. A draft with a shortlist gets the ids of the answers added to it, adapted or not. Acceptance
-lengths are those of greedy decoding with the adapter and without it. Text that `--work` holds already is not made
-again; the training always is, since its time is a result.
+trained on (`--replay`, as many rows of each file), so that it does not forget the rest. A draft with a shortlist gets
+the ids of the answers added to it, adapted or not. Acceptance lengths are those of greedy decoding with the adapter and
+without it. Text that `--work` holds already is not made again; the training always is, since its time is a result.
 """
 
 import argparse

@@ -12,8 +12,11 @@ a copy of the draft that is told that its labels are not shifted, transformers' 
 proposes nonsense, so only the time of a round counts there.
 
 Answers run to the limit, end tokens notwithstanding, so that every way writes the same text; that it does is checked. A
-pass is one call of the target. The second table splits a round of our loop by clocks on the modules, which cost a
-little themselves: it comes from calls of its own.
+pass is one call of the target. A second table has the ratios to plain `generate` by file of prompts. Where nothing is
+compiled, on the CPU, the passes that a round cannot do without are timed alone between the calls, and our loop is held
+against what its acceptance length allows: that, times the time of a plain token, over the sum of these passes. The last
+table splits a round of our loop by clocks on the modules, which cost a little themselves: it comes from calls of its
+own.
 
 `--cache-implementation static` gives the target a cache of fixed size, and `--compile` compiles its forward, for all
 ways alike, so that ratios are to plain `generate` in the same mode; a way that cannot be run so is named and left out.
@@ -33,6 +36,7 @@ from pathlib import Path
 
 import torch
 from paper_loop import paper_generate
+from round_cost import PASSES, time_passes
 
 from domino_spec.evaluation.benchmark import encode, load_pair, provenance, read_prompts
 from domino_spec.evaluation.report import format_number, format_table
@@ -161,31 +165,44 @@ def warm_up(named: dict[str, Callable[..., Answer]], prompts: list[dict]) -> dic
     return able
 
 
-def measure(target, named: dict[str, Callable[..., Answer]], prompts: list[dict], repeats: int) -> dict[str, dict]:
+def measure(
+    target,
+    named: dict[str, Callable[..., Answer]],
+    prompts: dict[str, list[dict]],
+    repeats: int,
+    between=lambda _: None,
+) -> dict[str, dict]:
     """
-    Tokens per second of every call, and tokens and passes of the target after the prefill's, by way.
+    By way: tokens per second of every call, by task, and tokens and passes of the target after the prefill's.
+
+    Args:
+        prompts: by task.
+        between: called with the inputs of each prompt, once it has been answered.
 
     Raises:
         SystemExit: where a way writes another text than plain generation.
     """
     clocks = Clocks(target=target)
-    found: dict[str, dict] = {name: {"rates": [], "tokens": 0, "passes": 0} for name in named}
-    for number, inputs in enumerate(prompts):
+    found: dict[str, dict] = {
+        name: {"rates": {task: [] for task in prompts}, "tokens": 0, "passes": 0} for name in named
+    }
+    names = list(named)
+    for number, (task, inputs) in enumerate((task, inputs) for task, of_task in prompts.items() for inputs in of_task):
         texts, (rows, length) = {}, inputs["input_ids"].shape
         for repeat in range(repeats):
-            names = list(named)
             turn = (number + repeat) % len(names)
             for name in names[turn:] + names[:turn]:
                 start = now()
                 texts[name] = named[name](**inputs)[0]
-                found[name]["rates"].append((texts[name].numel() - rows * length) / (now() - start))
+                found[name]["rates"][task].append((texts[name].numel() - rows * length) / (now() - start))
         for name, run in named.items():
             if not torch.equal(texts[name], texts[PLAIN]):
-                raise SystemExit(f"{name} wrote another text than plain generation for prompt {number}")
+                raise SystemExit(f"{name} wrote another text than plain generation for a prompt of {task}")
             with clocks.running() as calls:
                 run(**inputs)
             found[name]["tokens"] += texts[name].shape[1] - length - 1
             found[name]["passes"] += len(calls["target"]) - 1
+        between(inputs)
     return found
 
 
@@ -211,18 +228,22 @@ def split(target, draft, run: Callable[..., Answer], prompts: list[dict]) -> dic
     return {name: 1000 * seconds / rounds for name, seconds in totals.items()}
 
 
+def rates(numbers: dict) -> list[float]:
+    """Tokens per second of all calls of a way, sorted."""
+    return sorted(rate for of_task in numbers["rates"].values() for rate in of_task)
+
+
 def table(found: dict[str, dict]) -> str:
     """A row for each way: medians, ratios to plain generation and to the paper's loop, tokens per pass."""
-    medians = {name: statistics.median(numbers["rates"]) for name, numbers in found.items()}
+    medians = {name: statistics.median(rates(numbers)) for name, numbers in found.items()}
     rows = []
     for name, numbers in found.items():
-        rates = sorted(numbers["rates"])
-        length = numbers["tokens"] / numbers["passes"]
+        of_calls, length = rates(numbers), numbers["tokens"] / numbers["passes"]
         rows.append(
             [
                 name,
                 format_number(medians[name], 1),
-                f"{rates[len(rates) // 4]:.1f}..{rates[3 * len(rates) // 4]:.1f}",
+                f"{of_calls[len(of_calls) // 4]:.1f}..{of_calls[3 * len(of_calls) // 4]:.1f}",
                 format_number(medians[name] / medians[PLAIN]),
                 format_number(medians[name] / medians[PAPER]) if PAPER in medians else "-",
                 "-" if name in NONSENSE else format_number(length),
@@ -230,6 +251,24 @@ def table(found: dict[str, dict]) -> str:
             ]
         )
     return format_table(["", "tok/s", "middle half", "to plain", "to paper's", "tokens/pass", "ms/pass"], rows)
+
+
+def table_by_task(found: dict[str, dict]) -> str:
+    """A row for each task, a column for each way: its median tokens per second over plain generation's."""
+    ways_shown = [name for name in found if name not in (PLAIN, *NONSENSE)]
+    rows = []
+    for task, plain in found[PLAIN]["rates"].items():
+        medians = [statistics.median(found[name]["rates"][task]) for name in ways_shown]
+        rows.append([task, *(format_number(median / statistics.median(plain)) for median in medians)])
+    return format_table(["", *ways_shown], rows)
+
+
+def held_against_limit(found: dict[str, dict], alone: dict[str, list[float]]) -> dict[str, float]:
+    """What the acceptance length allows with passes of so many seconds, times plain, and our loop's share of it."""
+    medians = {name: 1000 * statistics.median(seconds) for name, seconds in alone.items()}
+    plain, ours = (statistics.median(rates(found[name])) for name in (PLAIN, DOMINO))
+    allowed = found[DOMINO]["tokens"] / found[DOMINO]["passes"] * 1000 / plain / sum(medians.values())
+    return {**medians, "sum": sum(medians.values()), "allowed": allowed, "reached": ours / plain / allowed}
 
 
 def main():
@@ -252,28 +291,48 @@ def main():
     target.generation_config.eos_token_id = None
     named = ways(target, draft, args.max_new_tokens, args.cache_implementation)
     named = {name: run for name, run in named.items() if args.ways is None or name in {PLAIN, *args.ways}}
-    prompts = [
-        encode(tokenizer, prompt.text, args.device)
+    prompts = {
+        Path(path).stem: [
+            encode(tokenizer, prompt.text, args.device) for prompt in read_prompts(path, args.num_prompts)
+        ]
         for path in args.prompts
-        for prompt in read_prompts(path, args.num_prompts)
-    ]
+    }
+    every_prompt = [inputs for of_task in prompts.values() for inputs in of_task]
     if args.compile:
         named = {name: with_compiled_target(target, run) for name, run in named.items()}
-    if args.compile or args.cache_implementation:
-        named = warm_up(named, prompts)
-    else:
+    as_it_is = not (args.compile or args.cache_implementation)
+    if as_it_is:
         for run in named.values():
-            run(**prompts[0])
+            run(**every_prompt[0])
+    else:
+        named = warm_up(named, every_prompt)
+    alone: dict[str, list[float]] = {name: [] for name in PASSES}
+
+    def time_alone(inputs):
+        if as_it_is and args.device == "cpu" and DOMINO in named:
+            middle = inputs["input_ids"].shape[1] + args.max_new_tokens // 2
+            for name, seconds in time_passes(target, draft, 1, middle, new_context=2, repeats=8).items():
+                alone[name] += seconds
+
     with torch.compiler.set_stance("fail_on_recompile") if args.compile else contextlib.nullcontext():
-        found = measure(target, named, prompts, args.repeats)
+        found = measure(target, named, prompts, args.repeats, time_alone)
     print(table(found))
-    parts = {name: split(target, draft, named[name], prompts) for name in (DFLASH, DOMINO) if name in named}
+    print("\nto plain\n" + table_by_task(found))
+    limit = held_against_limit(found, alone) if alone["target"] else None
+    if limit is not None:
+        print("\n" + format_table(list(limit), [[format_number(value, 2) for value in limit.values()]]))
+    parts = {name: split(target, draft, named[name], every_prompt) for name in (DFLASH, DOMINO) if name in named}
     if parts:
         names = list(next(iter(parts.values())))
         rows = [[way, *(format_number(of_way[name], 2) for name in names)] for way, of_way in parts.items()]
         print("\nms of a round\n" + format_table(["", *names], rows))
     if args.output is not None:
-        document = {**provenance("python benchmarks/peers.py"), "ways": found, "round_milliseconds": parts}
+        document = {
+            **provenance("python benchmarks/peers.py"),
+            "ways": found,
+            "limit": limit,
+            "round_milliseconds": parts,
+        }
         args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 

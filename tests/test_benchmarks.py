@@ -4,6 +4,7 @@
 
 import functools
 import json
+import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -198,6 +199,19 @@ class TestPeers:
         for call in named.values():
             call(**inputs)
         assert set(caches) == {StaticCache if implementation == "static" else DynamicCache}
+
+    def test_our_loop_is_held_against_what_its_acceptance_length_allows(self, monkeypatch, folder, tmp_path, capsys):
+        options = ("--prompts", str(folder / "prompts.jsonl"), *self.OPTIONS, "--ways", peers.DOMINO, peers.LOOKUP)
+        document = run(peers, monkeypatch, folder, tmp_path, *options)
+        assert capsys.readouterr().out.count("prompts") == 1, "a row of the table by task"
+        plain, ours = (
+            statistics.median(document["ways"][name]["rates"]["prompts"]) for name in (peers.PLAIN, peers.DOMINO)
+        )
+        limit, domino = document["limit"], document["ways"][peers.DOMINO]
+        assert limit["sum"] == pytest.approx(sum(limit[name] for name in round_cost.PASSES))
+        allowed = domino["tokens"] / domino["passes"] / plain / (limit["sum"] / 1000)
+        assert limit["allowed"] == pytest.approx(allowed)
+        assert limit["reached"] == pytest.approx(ours / plain / allowed)
 
     def test_a_static_cache_is_measured_end_to_end(self, monkeypatch, folder, tmp_path, capsys):
         options = ("--prompts", str(folder / "prompts.jsonl"), "--cache-implementation", "static", *self.OPTIONS)

@@ -61,24 +61,38 @@ def timed_pair(clock, fixed, per_token, draft_seconds, spoiled):
     return generate
 
 
-def test_costs_are_a_line_through_what_was_measured():
-    costs = Experience()
-    assert costs.pass_line() is None
-    for _ in range(3):
-        costs.add_pass(1, 0.011)
-        costs.add_pass(5, 0.015)
-    assert costs.pass_line() == pytest.approx((0.010, 0.001))
-    for _ in range(200):
-        costs.add_pass(5, 0.031)
-    assert costs.pass_line()[1] == pytest.approx(0.005, rel=0.01)
+def experience(**seconds):
+    """Passes over so many tokens, named `w1`, `w2`, and so on, took these seconds."""
+    known = Experience()
+    for name, value in seconds.items():
+        for _ in range(3):
+            known.add_pass(int(name[1:]), value)
+    return known
 
 
-def test_a_wider_pass_that_is_quicker_by_chance_costs_nothing_rather_than_less():
-    costs = Experience()
-    for _ in range(3):
-        costs.add_pass(1, 0.012)
-        costs.add_pass(5, 0.010)
-    assert costs.pass_line() == pytest.approx((0.011, 0))
+def test_what_is_not_known_of_costs_lies_between_what_is():
+    known = experience(w1=0.011)
+    assert known.pass_seconds([1]) is None
+    known = experience(w1=0.011, w5=0.015, w9=0.013)
+    assert known.pass_seconds([1, 2, 5, 7, 9]) == pytest.approx([0.011, 0.012, 0.015, 0.014, 0.013])
+    assert known.pass_seconds([13, 40]) == pytest.approx([0.013, 0.013]), "wider is never quicker"
+    assert experience(w2=0.010, w4=0.020).pass_seconds([1, 6]) == pytest.approx([0.005, 0.030])
+    assert experience(w2=0.010, w4=0.008).pass_seconds([1, 6]) == pytest.approx([0.010, 0.008])
+
+
+def test_costs_are_of_the_last_passes_and_forgive_a_slow_one():
+    known = experience(w1=0.010, w5=0.015)
+    known.add_pass(5, 9.0)
+    assert known.pass_seconds([5]) == pytest.approx([0.015])
+    for _ in range(9):
+        known.add_pass(5, 0.031)
+    assert known.pass_seconds([5]) == pytest.approx([0.031])
+
+
+def test_a_width_is_believed_only_after_some_passes():
+    known = experience(w1=0.010, w5=0.014)
+    known.add_pass(3, 7.0)
+    assert known.pass_seconds([3]) == pytest.approx([0.012])
 
 
 def test_by_default_every_round_offers_the_whole_block(clock):
@@ -152,16 +166,32 @@ def test_calls_share_what_they_know_of_a_pair_and_forget_it_with_either_model():
     assert len(Experience._known) == targets - 1
 
 
+SURE, UNSURE = torch.tensor([[9.0, 0.0, 0.0]]), torch.zeros(1, 96)
+
+
+def heuristic(known, lockstep=False):
+    options = GenerationConfig(num_assistant_tokens_schedule="heuristic")
+    schedule = Schedule(options, PROPOSALS, known, lockstep)
+    assert schedule.budget(1) == PROPOSALS
+    return schedule
+
+
 def test_a_proposal_is_judged_before_it_is_drawn():
     """Which token is drawn must not decide whether it is offered: what remains would not be distributed as drawn."""
-    known = Experience()
-    for _ in range(3):
-        known.add_pass(1, 0.011)
-        known.add_pass(5, 0.031)
-    schedule = Schedule(GenerationConfig(num_assistant_tokens_schedule="heuristic"), PROPOSALS, known, lockstep=False)
-    assert schedule.budget(1) == PROPOSALS
-    assert schedule.is_worth(torch.tensor([[9.0, 0.0, 0.0]]))
-    assert not schedule.is_worth(torch.zeros(1, 96))
+    schedule = heuristic(experience(w1=0.011, w6=0.036))
+    assert schedule.is_worth(SURE)
+    assert not schedule.is_worth(UNSURE)
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_width_that_is_slower_than_wider_ones_is_passed_over(lockstep):
+    # Two or three tokens cost more than six, as some matrix products do.
+    known = experience(w1=0.010, w2=0.030, w3=0.030, w4=0.016, w5=0.018, w6=0.018)
+    schedule = heuristic(known, lockstep)
+    assert schedule.is_worth(SURE), "not for itself: for those that follow"
+    assert schedule.is_worth(UNSURE) and schedule.is_worth(UNSURE), "to stop here would cost more"
+    assert not schedule.is_worth(UNSURE), "nothing is gained by going on"
+    assert not heuristic(known, lockstep).is_worth(UNSURE), "one token is cheapest where nothing is to be hoped for"
 
 
 def test_rows_of_a_batch_are_weighed_together(clock):

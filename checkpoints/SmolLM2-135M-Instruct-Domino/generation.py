@@ -2333,8 +2333,13 @@ def _masks_by_visibility(target: PreTrainedModel) -> bool:
 # SPDX-License-Identifier: Apache-2.0
 """How many proposals is a round worth? As many as were asked for, or as many as pay for their own verification."""
 
+import bisect
+import math
+import statistics
 import threading
 import time
+from collections import deque
+from collections.abc import Sequence
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
@@ -2344,8 +2349,10 @@ from transformers import GenerationConfig, PreTrainedModel
 
 # A round in this many drafts even where drafting has not paid, to notice when it would; the first of a call does.
 _EXPLORE_EVERY = 32
-# Passes of a width before its time is believed, and the weight of a new measurement from then on.
-_ENOUGH, _FRESH = 3, 0.1
+# Passes of a width before its time is believed, and how many of the last ones it is taken from.
+_ENOUGH, _RECENT = 3, 9
+# The weight of a new measurement in what is averaged.
+_FRESH = 0.05
 _BINS = 10
 
 
@@ -2360,8 +2367,7 @@ class Experience:
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self):
-        self._seconds: dict[int, float] = {}
-        self._counts: dict[int, int] = {}
+        self._seconds: dict[int, deque[float]] = {}
         self._hits, self._trials = [0.0] * _BINS, [0.0] * _BINS
         # Of drafted rounds: seconds that drafting took, by rows of the batch, and tokens gained in each row.
         self._cost: dict[int, float] = {}
@@ -2375,22 +2381,19 @@ class Experience:
     def add_pass(self, tokens: int, seconds: float):
         """A target pass over `tokens` took `seconds`."""
         with self._lock:
-            count = self._counts.get(tokens, 0)
-            old = self._seconds.get(tokens, seconds)
-            # The first passes of a width may include a warm-up: the quickest of them counts.
-            new = min(old, seconds) if count < _ENOUGH else old + _FRESH * (seconds - old)
-            self._seconds[tokens], self._counts[tokens] = new, count + 1
+            self._seconds.setdefault(tokens, deque(maxlen=_RECENT)).append(seconds)
 
-    def pass_line(self) -> tuple[float, float] | None:
-        """Seconds of a target pass as `fixed + per_token * tokens`: both; `None` before two widths are known."""
+    def pass_seconds(self, widths: Sequence[int]) -> list[float] | None:
+        """
+        Seconds of target passes over so many tokens; `None` before two widths are known.
+
+        A width that is not known lies on a line through its neighbours, since time may go up and down with the width:
+        a matrix product can take longer for 3 rows than for 5.
+        """
         with self._lock:
-            points = [(n, self._seconds[n]) for n, count in self._counts.items() if count >= _ENOUGH]
-        if len(points) < 2:
-            return None
-        mean_n, mean_t = (sum(values) / len(points) for values in zip(*points, strict=True))
-        spread = sum((n - mean_n) ** 2 for n, _ in points)
-        per_token = max(0.0, sum((n - mean_n) * (t - mean_t) for n, t in points) / spread)
-        return max(0.0, mean_t - per_token * mean_n), per_token
+            known = [(n, statistics.median(times)) for n, times in self._seconds.items() if len(times) >= _ENOUGH]
+        known.sort()
+        return None if len(known) < 2 else [_between(known, width) for width in widths]
 
     def add_proposals(self, confidences: list[float], num_accepted: int, rejected: bool):
         """Of proposals of these confidences the first `num_accepted` were taken, and the next fell if `rejected`."""
@@ -2409,6 +2412,10 @@ class Experience:
         bin_ = _bin(confidence)
         return (self._hits[bin_] + 4 * confidence) / (self._trials[bin_] + 4)
 
+    def usual_chance(self) -> float:
+        """How often a proposal is taken whose confidence is not known yet."""
+        return (sum(self._hits) + 1) / (sum(self._trials) + 2)
+
     def add_drafted(self, num_rows: int, seconds: float, gain: float):
         """Drafting and the wider pass took `seconds` of a round, and gained `gain` tokens in each row."""
         with self._lock:
@@ -2424,6 +2431,15 @@ class Experience:
             return self._gain * num_rows * seconds_per_token > self._cost[nearest]
 
 
+def _between(known: list[tuple[int, float]], width: int) -> float:
+    """Seconds at `width`, on the line through the nearest two of `known` widths, sorted."""
+    after = min(max(bisect.bisect_left(known, (width, 0.0)), 1), len(known) - 1)
+    (low, low_seconds), (high, high_seconds) = known[after - 1], known[after]
+    seconds = low_seconds + (width - low) * (high_seconds - low_seconds) / (high - low)
+    # Beyond what is known, wider is never quicker, nor narrower slower.
+    return max(seconds, high_seconds) if width > high else min(seconds, low_seconds) if width < low else seconds
+
+
 def _bin(confidence: float) -> int:
     return min(int(confidence * _BINS), _BINS - 1)
 
@@ -2437,10 +2453,10 @@ class Schedule:
     Decides, for one call of `generate`, when a rollout ends.
 
     With `num_assistant_tokens_schedule="constant"` (the default) a round offers `num_proposals`. With `"heuristic"` it
-    stops before a proposal whose chance to count, times the time a token takes, is less than what it costs in the
-    target's pass; and rounds are left undrafted while drafting as a whole does not pay. Chances are the draft's own
-    confidences, corrected by how often they came true. In both cases `assistant_confidence_threshold` ends a rollout
-    after a proposal that the draft believes in less.
+    stops before a proposal if neither it nor those that may follow bring more, by their chances to count and the time
+    that a token takes, than they cost in the target's pass; and rounds are left undrafted while drafting as a whole
+    does not pay. Chances are the draft's own confidences, corrected by how often they came true. In both cases
+    `assistant_confidence_threshold` ends a rollout after a proposal that the draft believes in less.
 
     A proposal is never judged by which token was drawn for it, only by the distribution that it is drawn from and by
     measured time: else sampling would not be lossless. As time is never the same twice, a seed does not repeat a
@@ -2462,9 +2478,10 @@ class Schedule:
         )
         self._round = 0
         self._started, self._tokens = time.perf_counter(), 0
-        # Of the current round: seconds that a token is worth and that one more in the pass costs, once they are known.
+        # Of the current round: seconds that a token is worth, and of the pass with no proposal, one, and so on, once
+        # they are known.
         self._worth = 0.0
-        self._per_token: float | None = None
+        self._costs: list[float] | None = None
         self._confidences: list[list[float]] = []
         self._reach: list[float] = []
 
@@ -2479,14 +2496,12 @@ class Schedule:
         self._confidences, self._reach = [], [1.0] * num_rows
         if not self.adapts:
             return self.num_proposals
-        line = self.experience.pass_line()
-        if line is None:
+        self._costs = self.experience.pass_seconds([num_rows * (n + 1) for n in range(self.num_proposals + 1)])
+        if self._costs is None:
             # Two widths must be known: wider and bare passes take turns. For many rows a little wider is enough.
-            self._per_token = None
             return max(1, self.num_proposals // num_rows) if self._round % 2 else 0
-        fixed, self._per_token = line
         # A token that is gained spares the time of one at the present rate, but never more than plain decoding takes.
-        self._worth = fixed / num_rows + self._per_token
+        self._worth = self._costs[0] / num_rows
         if self._tokens:
             self._worth = min(self._worth, (time.perf_counter() - self._started) / self._tokens)
         if self._round % _EXPLORE_EVERY == 1 or self.experience.pays(num_rows, self._worth):
@@ -2500,12 +2515,19 @@ class Schedule:
         highest = logits.float().amax(-1)
         confidences = (highest - logits.float().logsumexp(-1)).exp().nan_to_num(0.0).tolist()
         self._confidences.append(confidences)
-        if self._per_token is None:
+        if self._costs is None:
             return True
         self._reach = [reach * self.experience.chance(c) for reach, c in zip(self._reach, confidences, strict=True)]
-        rows = len(confidences)
-        expected = rows * float(torch.tensor(self._reach).prod()) if self.lockstep else sum(self._reach)
-        return expected * self._worth > self._per_token * rows
+        rows, first = len(confidences), len(self._confidences)
+        usual = self.experience.usual_chance()
+        expected = rows * math.prod(self._reach) if self.lockstep else sum(self._reach)
+        gain = 0.0
+        for cost in self._costs[first:]:
+            gain += expected
+            if gain * self._worth > cost - self._costs[first - 1]:
+                return True
+            expected *= usual**rows if self.lockstep else usual
+        return False
 
     def goes_on(self, logits: torch.Tensor, token_ids: torch.LongTensor) -> bool:
         """Whether to make another proposal after `token_ids` `[n]`, chosen by processed `logits` `[n, V]`."""
@@ -2534,8 +2556,9 @@ class Schedule:
         for row, (count, rejected) in enumerate(zip(verified.num_new, verified.rejected, strict=True)):
             confidences = [of_rows[row] for of_rows in self._confidences[:num_proposals]]
             self.experience.add_proposals(confidences, count - 1, rejected)
-        seconds = draft_seconds + (self._per_token or 0.0) * rows * num_proposals
-        self.experience.add_drafted(rows, seconds, tokens / rows - 1)
+        if self._costs is not None:
+            draft_seconds += self._costs[num_proposals] - self._costs[0]
+        self.experience.add_drafted(rows, draft_seconds, tokens / rows - 1)
 
 
 # Copyright 2026 The domino_spec authors.
