@@ -196,24 +196,23 @@ def domino_loss(
     def loss_of(part: _Part, hidden: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
         """The weighted sum of the loss over some blocks; notes what the metrics need."""
         at = part.positions
-        base_logits = target.logits(hidden, token_ids)
-        soft = None
+        base_logits, correction, places, soft = target.logits(hidden, token_ids), None, None, None
+        if states:
+            places = corrected[at].nonzero()[:, 0]
+            correction = draft.correction(hidden[places], states[0][places], token_ids)
         if teacher is not None:
             with torch.no_grad():
                 soft = target.logits(teacher[at], token_ids).float().softmax(-1)
-        base = _CrossEntropy(base_logits, labels[at], soft, options)
-        final = base
-        if states:
-            correction = draft.correction(hidden, states[0], token_ids) * corrected[at, None]
-            final = _CrossEntropy(base_logits + correction, labels[at], soft, options)
-        base_hit[at], final_hit[at] = base.hit, final.hit
+        base, final, base_hard, final_hard, base_hit[at], final_hit[at] = _CrossEntropies.apply(
+            base_logits, correction, places, labels[at], soft, options
+        )
         scale = weight[at]
         if options.dpace_alpha is not None:
-            scale = scale * dpace_weights((-final.hard.detach()).exp(), flat[part.blocks], options.dpace_alpha)
+            scale = scale * dpace_weights((-final_hard).exp(), flat[part.blocks], options.dpace_alpha)
         weight_sum.add_(scale.sum())
-        base_sum.add_((base.hard.detach() * scale).sum())
-        final_sum.add_((final.hard.detach() * scale).sum())
-        return (((1 - lambda_base) * final.trained + lambda_base * base.trained) * scale).sum()
+        base_sum.add_((base_hard * scale).sum())
+        final_sum.add_((final_hard * scale).sum())
+        return (((1 - lambda_base) * final + lambda_base * base) * scale).sum()
 
     head = list(draft.embed_proj.parameters()) if draft.config.has_head else []
     loss = _sum_in_chunks(loss_of, inputs, head, _cut(flat, chunk_size))
@@ -278,11 +277,9 @@ def _sum_in_chunks(
         function: differentiable in its tensors and in `parameters`, and in nothing else.
         inputs: `[M, ...]` each.
     """
-    if len(parts) == 1:
-        return function(parts[0], *inputs)
-    if not torch.is_grad_enabled():
-        return torch.stack([function(part, *(tensor[part.positions] for tensor in inputs)) for part in parts]).sum()
     trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not torch.is_grad_enabled() or not (trained or any(tensor.requires_grad for tensor in inputs)):
+        return torch.stack([function(part, *(tensor[part.positions] for tensor in inputs)) for part in parts]).sum()
     return _ChunkedSum.apply(function, parts, len(inputs), *inputs, *trained)
 
 
@@ -329,30 +326,87 @@ def acceptance_lengths(hits: torch.BoolTensor, shift_label: bool) -> torch.LongT
     return 1 + hits[..., first:].long().cumprod(-1).sum(-1)
 
 
-class _CrossEntropy:
+class _CrossEntropies(torch.autograd.Function):
     """
-    Cross-entropy of `M` positions in float32, from as few passes over `[M, V]` as can be: a separate argmax would cost
-    as much as the loss itself.
+    Cross-entropies of base and final logits, in float32.
 
-    Attributes:
-        hard (`torch.FloatTensor` of shape `[M]`): with the label.
-        trained (`torch.FloatTensor` of shape `[M]`): what the options make of it.
-        hit (`torch.BoolTensor` of shape `[M]`): whether the label has the best logit.
+    Logits are read and written as seldom as can be, as all of this waits for memory: probabilities are kept for the
+    gradient, which is made in their place (so there is one backward pass only), gradients of both losses for the base
+    logits are added up there and then, and where nothing is corrected, the final loss is the base's.
+
+    Takes base logits `[M, V]`, the correction `[P, V]` of those at `places` `[P]` (or `None` for both), labels `[M]`,
+    probabilities to distil `[M, V]` or `None`, and the options. Gives, base before final, the losses that the options
+    make `[M]`, those with the labels alone `[M]`, and whether the label has the best logit `[M]`.
     """
 
-    def __init__(
-        self, logits: torch.Tensor, labels: torch.LongTensor, soft: torch.Tensor | None, options: ObjectiveOptions
-    ):
-        logits = logits.float()
-        label_logits = logits.gather(-1, labels[:, None])[:, 0]
-        total = logits.logsumexp(-1)
-        self.hard = self.trained = total - label_logits
-        self.hit = label_logits >= logits.detach().amax(-1)
-        if smoothing := options.label_smoothing:
-            self.trained = (1 - smoothing) * self.hard + smoothing * (total - logits.mean(-1))
-        if soft is not None:
-            share = options.distillation_weight
-            self.trained = (1 - share) * self.trained + share * (total - (soft * logits).sum(-1))
+    @staticmethod
+    def forward(ctx, base_logits, correction, places, labels, soft, options):
+        logits = base_logits.float()
+        probabilities, *base = _cross_entropy(logits, labels, soft, options)
+        final, corrected = [values.clone() for values in base], None
+        if correction is not None:
+            soft_there = None if soft is None else soft[places]
+            corrected, *new = _cross_entropy(logits[places].add_(correction), labels[places], soft_there, options)
+            for values, there in zip(final, new, strict=True):
+                values[places] = there
+        ctx.save_for_backward(probabilities, corrected, places, labels, soft)
+        ctx.options = options
+        ctx.mark_non_differentiable(*base[1:], *final[1:])
+        return tuple(value for pair in zip(base, final, strict=True) for value in pair)
+
+    @staticmethod
+    def backward(ctx, base_outer, final_outer, *_):
+        probabilities, corrected, places, labels, soft = ctx.saved_tensors
+        of_base = of_correction = None
+        if corrected is not None:
+            soft_there = None if soft is None else soft[places]
+            of_correction = _to_gradient(corrected, labels[places], soft_there, ctx.options, final_outer[places])
+            final_outer = final_outer.index_fill(0, places, 0.0)
+        # The backbone may be frozen, and only the head be trained.
+        if ctx.needs_input_grad[0]:
+            of_base = _to_gradient(probabilities, labels, soft, ctx.options, base_outer + final_outer)
+            if of_correction is not None:
+                of_base.index_add_(0, places, of_correction)
+        return of_base, of_correction, None, None, None, None
+
+
+def _cross_entropy(
+    logits: torch.Tensor, labels: torch.LongTensor, soft: torch.Tensor | None, options: ObjectiveOptions
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    Of logits `[M, V]` in float32: probabilities `[M, V]`, the loss that the options make `[M]`, the loss with the label
+    alone `[M]`, and whether the label has the best logit `[M]`.
+    """
+    highest, best = logits.max(-1)
+    probabilities = logits.softmax(-1)
+    total = highest - probabilities.gather(-1, best[:, None])[:, 0].log()
+    label_logits = logits.gather(-1, labels[:, None])[:, 0]
+    hard = total - label_logits
+    trained = hard.clone()
+    if smoothing := options.label_smoothing:
+        trained = (1 - smoothing) * trained + smoothing * (total - logits.mean(-1))
+    if soft is not None:
+        share = options.distillation_weight
+        trained = (1 - share) * trained + share * (total - torch.einsum("mv,mv->m", soft, logits))
+    return probabilities, trained, hard, label_logits >= highest
+
+
+def _to_gradient(
+    probabilities: torch.Tensor,
+    labels: torch.LongTensor,
+    soft: torch.Tensor | None,
+    options: ObjectiveOptions,
+    outer: torch.Tensor,
+) -> torch.Tensor:
+    """Turns probabilities `[M, V]`, in place, into the gradient of [`_cross_entropy`]'s loss, times `outer` `[M]`."""
+    kept, smoothing = 1.0, options.label_smoothing
+    if soft is not None:
+        probabilities.sub_(soft, alpha=options.distillation_weight)
+        kept -= options.distillation_weight
+    if smoothing:
+        probabilities.sub_(kept * smoothing / probabilities.shape[-1])
+    probabilities.mul_(outer[:, None])
+    return probabilities.scatter_add_(1, labels[:, None], -(kept * (1 - smoothing) * outer)[:, None])
 
 
 def label_states(
