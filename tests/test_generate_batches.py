@@ -25,6 +25,7 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from domino_spec.generation import pace
 from domino_spec.generation.compat import CACHE_NAME
+from domino_spec.generation.context import TargetParts
 
 CASES = range(300)
 CASES_PER_TEST = 10
@@ -351,10 +352,63 @@ def test_a_compiled_target_and_a_wrapped_one_are_served_too():
     ours = wrapped.generate(**inputs, max_new_tokens=40, pad_token_id=MASK_TOKEN, assistant_model=draft)
     assert ours.tolist() == adapted.tolist()
 
-    target.forward = torch.compile(target.forward, backend="eager", dynamic=True)
-    # Few tokens: each new shape is compiled anew.
-    ours = target.generate(**inputs, max_new_tokens=9, pad_token_id=MASK_TOKEN, assistant_model=draft)
-    assert ours.tolist() == plain[:, : ours.shape[1]].tolist()
+
+@pytest.fixture
+def compiled():
+    """A target, to be traced in one piece, and how many graphs there are of it."""
+    torch.compiler.reset()
+    target, graphs = make_target("qwen3", attn_implementation="sdpa"), []
+
+    def run_as_it_is(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    with torch._dynamo.config.patch(recompile_limit=32):
+        target.forward = torch.compile(target.forward, backend=run_as_it_is, dynamic=True, fullgraph=True)
+        yield target, graphs
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static", "disable_compile": True}], ids=str)
+def test_a_compiled_target_is_one_graph_and_serves_calls_with_a_draft_and_without(compiled, options):
+    target, graphs = compiled
+    plain, ids, counts = make_target("qwen3", attn_implementation="sdpa"), random_tokens(1, 9), []
+    options = {"max_new_tokens": 20, "pad_token_id": MASK_TOKEN, **options}
+    expected = plain.generate(ids, **options).tolist()
+    draft = GoodBatchDraft.following(make_draft(plain), plain, expected, [{12, 17}])
+    try:
+        for _ in range(3):
+            assert target.generate(ids, **options, assistant_model=draft).tolist() == expected
+            assert target.generate(ids, **options).tolist() == expected
+            counts.append(len(graphs))
+    except ValueError as error:
+        # In earlier versions of transformers a static cache cannot be cropped.
+        assert "cache_implementation" in options and "cannot forget" in str(error)
+        return
+    assert counts[2] == counts[1] <= 10, "nothing is compiled once all shapes have been seen"
+
+
+def test_a_compiled_target_that_reads_its_prompt_in_chunks_is_heard_whole(compiled):
+    target, _ = compiled
+    ids, options = random_tokens(1, 11), {"max_new_tokens": 9, "prefill_chunk_size": 4, "pad_token_id": MASK_TOKEN}
+    plain = make_target("qwen3", attn_implementation="sdpa")
+    draft = make_draft(plain)
+    expected = plain.generate(ids, **options, assistant_model=draft, return_dict_in_generate=True)
+    ours = target.generate(ids, **options, assistant_model=draft, return_dict_in_generate=True)
+    assert ours.sequences.tolist() == expected.sequences.tolist()
+    assert ours.acceptance_lengths.tolist() == expected.acceptance_lengths.tolist()
+
+
+def test_two_threads_with_one_compiled_target_are_refused(compiled):
+    target, _ = compiled
+    parts, ids = TargetParts(target), random_tokens(1, 5)
+    with torch.no_grad(), parts.capture([1]) as ours, contextlib.ExitStack() as stack:
+        target(ids)
+        listening = threading.Thread(target=lambda: stack.enter_context(parts.capture([1])))
+        listening.start()
+        listening.join()
+        with pytest.raises(ValueError, match="one compiled target"):
+            ours.take(target.device)
 
 
 def test_a_target_compiled_without_a_draft_says_how_to_begin_again():

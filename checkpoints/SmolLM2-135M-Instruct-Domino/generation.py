@@ -201,11 +201,67 @@ import copy
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
+
+
+class _Tap:
+    """
+    A forward hook that hands on what one target layer puts out; one for each layer, whoever listens, so that what
+    `torch.compile` has made of the target serves the next call too.
+
+    Once compiled in, it stays: what would be compiled without it, for calls without a draft, would then be taken for
+    calls with one, as Dynamo looks for the hooks that it has seen but not for others.
+    """
+
+    _taps: ClassVar["WeakKeyDictionary[nn.Module, _Tap]"] = WeakKeyDictionary()
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self):
+        self.listeners: list[tuple[int, list[torch.Tensor]]] = []
+        self.compiled: torch.Tensor | None = None
+        self.stays = False
+        self._handle: RemovableHandle | None = None
+
+    @classmethod
+    def on(cls, layer: nn.Module) -> "_Tap":
+        with cls._lock:
+            return cls._taps.setdefault(layer, cls())
+
+    def open(self, layer: nn.Module, heard: list[torch.Tensor]):
+        """Put what `layer` gives into `heard` whenever this thread runs it."""
+        with self._lock:
+            self.listeners = [*self.listeners, (threading.get_ident(), heard)]
+            if self._handle is None:
+                self._handle = layer.register_forward_hook(self)
+
+    def close(self, heard: list[torch.Tensor]):
+        with self._lock:
+            self.listeners = [listener for listener in self.listeners if listener[1] is not heard]
+            if self.listeners:
+                return
+            self.compiled = None
+            if self._handle is not None and not self.stays:
+                self._handle.remove()
+                self._handle = None
+
+    def __call__(self, module, args, output):
+        # Some decoder layers return a tuple, hidden states first.
+        states = output[0] if isinstance(output, tuple) else output
+        if torch.compiler.is_compiling():
+            # An output of the graph: what is compiled can neither ask for its thread nor fill a list of any length.
+            self.compiled = states if self.compiled is None else torch.cat([self.compiled, states], dim=1)
+            return
+        thread = threading.get_ident()
+        for listener, heard in self.listeners:
+            if listener == thread:
+                heard.append(states)
 
 
 class ContextCapture:
@@ -213,26 +269,43 @@ class ContextCapture:
     Raw outputs of chosen target layers, as the target reads.
 
     Filled by forward hooks, so no other layer's states are kept. Hooks sit on the shared target; a capture listens
-    only to the thread that opened it, so several threads may generate with one target.
+    only to the thread that opened it, so several threads may generate with one target, unless that is compiled.
     """
 
-    def __init__(self, layer_ids: list[int]):
+    def __init__(self, layers: nn.ModuleList, layer_ids: list[int]):
         self.layer_ids = layer_ids
         self._outputs: dict[int, list[torch.Tensor]] = {layer_id: [] for layer_id in layer_ids}
-        self._thread = threading.get_ident()
+        self._layers = {layer_id: layers[layer_id] for layer_id in layer_ids}
 
-    def hook(self, layer_id: int):
-        def keep(module, args, output):
-            if threading.get_ident() == self._thread:
-                # Some decoder layers return a tuple, hidden states first.
-                self._outputs[layer_id].append(output[0] if isinstance(output, tuple) else output)
+    def open(self):
+        """Begin to listen."""
+        for layer_id, layer in self._layers.items():
+            _Tap.on(layer).open(layer, self._outputs[layer_id])
 
-        return keep
+    def close(self):
+        """Listen no longer."""
+        for layer_id, layer in self._layers.items():
+            _Tap.on(layer).close(self._outputs[layer_id])
 
     def clear(self):
         """Forget what was read: a processor of the user's may run the target too, and its passes are not ours."""
-        for passes in self._outputs.values():
-            passes.clear()
+        for layer_id, layer in self._layers.items():
+            self._outputs[layer_id].clear()
+            _Tap.on(layer).compiled = None
+
+    def _collect_compiled(self):
+        """Take over what a compiled target has left."""
+        for layer_id, layer in self._layers.items():
+            tap = _Tap.on(layer)
+            if tap.compiled is None:
+                continue
+            tap.stays = True
+            if len({thread for thread, _ in tap.listeners}) > 1:
+                raise ValueError(
+                    "Two threads generate with one compiled target, which cannot tell whose states it gives to a "
+                    "draft: give each thread a target of its own, or let one wait for the other."
+                )
+            self._outputs[layer_id].append(tap.compiled)
 
     def take(self, device: torch.device) -> torch.Tensor:
         """
@@ -243,6 +316,7 @@ class ContextCapture:
         Raises:
             ValueError: when a layer does not return one state for each position, or was not heard at all.
         """
+        self._collect_compiled()
         if not all(self._outputs.values()):
             raise ValueError(
                 "The target's layers ran without the draft hearing them. That is so where the target was compiled, and "
@@ -343,13 +417,12 @@ class TargetParts:
     @contextmanager
     def capture(self, layer_ids: list[int]) -> Iterator[ContextCapture]:
         """Listen to `layer_ids` (zero-based decoder layers) for as long as the context is open."""
-        capture = ContextCapture(layer_ids)
-        handles = [self.layers[i].register_forward_hook(capture.hook(i)) for i in set(layer_ids)]
+        capture = ContextCapture(self.layers, layer_ids)
+        capture.open()
         try:
             yield capture
         finally:
-            for handle in handles:
-                handle.remove()
+            capture.close()
 
 
 def _is_packed(weight: torch.Tensor) -> bool:
