@@ -45,19 +45,26 @@ PROMPT_LENGTH = 128
 
 
 @contextlib.contextmanager
-def pass_starts(target) -> Iterator[list[float]]:
-    """When each call of the target begins: the prefill's, then one in each round."""
-    starts: list[float] = []
-    handle = target.register_forward_pre_hook(lambda *_: starts.append(time.perf_counter()))
+def pass_times(target) -> Iterator[list[list[float]]]:
+    """When each call of the target begins and ends: the prefill's, then one in each round."""
+    times: list[list[float]] = []
+    handles = [
+        target.register_forward_pre_hook(lambda *_: times.append([time.perf_counter()])),
+        target.register_forward_hook(lambda *_: times[-1].append(time.perf_counter())),
+    ]
     try:
-        yield starts
+        yield times
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
-def decode(target, draft, inputs: dict, max_new_tokens: int) -> tuple[torch.LongTensor, list[float]]:
-    """Acceptance lengths `[N, rounds]` of a batch, and the seconds of each round in which all rows took part."""
-    with pass_starts(target) as starts:
+def decode(target, draft, inputs: dict, max_new_tokens: int) -> tuple[torch.LongTensor, list[float], list[float]]:
+    """
+    Acceptance lengths `[N, rounds]` of a batch, and the seconds of each round in which all rows took part, and of the
+    target's pass in it.
+    """
+    with pass_times(target) as times:
         output = target.generate(
             **inputs,
             assistant_model=draft,
@@ -68,7 +75,8 @@ def decode(target, draft, inputs: dict, max_new_tokens: int) -> tuple[torch.Long
     lengths = output.acceptance_lengths
     whole = int((lengths > 0).all(0).sum())
     # A round ends where the next begins, so the last one has no end.
-    return lengths, [end - start for start, end in pairwise(starts[1:])][: whole - 1]
+    rounds = [after[0] - this[0] for this, after in pairwise(times[1:])][: whole - 1]
+    return lengths, rounds, [end - start for start, end in times[1:whole]]
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -110,31 +118,38 @@ def time_passes(
 
 
 def measure(target, draft, batches: list[dict], max_new_tokens: int, repeats: int) -> dict[str, float]:
-    """Medians in ms of a round and of each pass alone in the middle of the answers, and the round over their sum."""
+    """
+    Medians in ms of a round and of each pass alone in the middle of the answers, the round over their sum, and the
+    target's pass within the round.
+    """
     rounds: list[float] = []
+    within: list[float] = []
     passes: dict[str, list[float]] = {name: [] for name in PASSES}
     # A repeat more warms up.
     for repeat in range(repeats + 1):
         for inputs in batches:
-            lengths, seconds = decode(target, draft, inputs, max_new_tokens)
+            lengths, seconds, in_rounds = decode(target, draft, inputs, max_new_tokens)
             rows, prompt = inputs["input_ids"].shape
             # The row that took most decides how much context the draft reads next.
             new_context = max(1, round(lengths.max(0).values.float().mean().item()))
             alone = time_passes(target, draft, rows, prompt + max_new_tokens // 2, new_context, repeats=8)
             if repeat:
                 rounds += seconds
+                within += in_rounds
                 for name in PASSES:
                     passes[name] += alone[name]
     medians = {name: 1000 * statistics.median(seconds) for name, seconds in passes.items()}
     total, whole = sum(medians.values()), 1000 * statistics.median(rounds)
-    return {**medians, "sum": total, "round": whole, "round / sum": whole / total}
+    in_round = 1000 * statistics.median(within)
+    return {**medians, "sum": total, "round": whole, "round / sum": whole / total, "target in it": in_round}
 
 
 def batch_of(tokenizer, rows: int, length: int) -> dict[str, torch.Tensor]:
     """So many rows of just `length` tokens: the built-in prompts over and over, each row from another token on."""
     ids = [token for prompt in DEMO_PROMPTS for token in encode(tokenizer, prompt.text)["input_ids"][0].tolist()]
+    firsts = [17 * number % len(ids) for number in range(rows)]
     ids *= length // len(ids) + 2
-    text = torch.tensor([ids[row : row + length] for row in (17 * number % len(ids) for number in range(rows))])
+    text = torch.tensor([ids[first : first + length] for first in firsts])
     return {"input_ids": text, "attention_mask": torch.ones_like(text)}
 
 
@@ -156,31 +171,33 @@ def by_block_size(target, tokenizer, draft, sizes: list[int], *limits: int) -> d
 
 
 def by_quarter(target, draft, inputs: dict, new_tokens: int) -> dict[str, dict[str, float]]:
-    """Of the rounds of one long answer, by quarters: ms a round, and ms of the target's pass alone there."""
-    lengths, seconds = decode(target, draft, inputs, new_tokens)
+    """
+    Of the rounds of one long answer, by quarters: ms a round, and ms of the target's pass in it. Not of a pass alone:
+    the target's cache grows at every pass of an answer, which costs it more than to read one of the same length.
+    """
+    lengths, rounds, passes = decode(target, draft, inputs, new_tokens)
     lengths = lengths[0].tolist()
     found = {}
     for quarter in range(4):
-        part = slice(quarter * len(seconds) // 4, (quarter + 1) * len(seconds) // 4)
-        middle = inputs["input_ids"].shape[1] + sum(lengths[: (part.start + part.stop) // 2])
-        alone = time_passes(target, draft, 1, middle, 2, repeats=24)["target"]
+        part = slice(quarter * len(rounds) // 4, (quarter + 1) * len(rounds) // 4)
         found[str(quarter + 1)] = {
-            "context": middle,
-            "round": 1000 * statistics.median(seconds[part]),
-            "target": 1000 * statistics.median(alone),
+            "context": inputs["input_ids"].shape[1] + sum(lengths[: (part.start + part.stop) // 2]),
+            "round": 1000 * statistics.median(rounds[part]),
+            "target in it": 1000 * statistics.median(passes[part]),
             "acceptance length": statistics.fmean(lengths[part]),
         }
     return found
 
 
 def report(first: str, rows: dict[str, dict[str, float]]) -> dict:
-    """Print a table and, over its rows, how a round's time grows beside the target's pass; return what to store."""
+    """Print a table and how a round's time grows over its rows beside the target's pass; return what to store."""
     start, end = next(iter(rows.values())), next(reversed(rows.values()))
     cells = [[key, *(f"{value:.2f}" for value in row.values())] for key, row in rows.items()]
     print(format_table([first, *start], cells))
     if len(rows) == 1:
         return {"rows": rows}
-    growth = end["round"] / start["round"] / (end["target"] / start["target"])
+    # In the same rounds: a machine that is slower for a while is so for both.
+    growth = end["round"] / start["round"] / (end["target in it"] / start["target in it"])
     print(f"growth of a round over that of the target's pass: {growth:.3f}\n")
     return {"rows": rows, "growth": growth}
 

@@ -8,6 +8,7 @@ handling of blocks has differed between versions. It is entered with everything 
 
 import inspect
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -228,6 +229,7 @@ class _Decoding:
         self.captured = self._captured_draft(self.num_rows)
         if self.captured is not None:
             self.draft_state.cache = self.captured.cache
+        self.compiled_target = self._compiled_target()
 
         verified = self._verify(Proposal(input_ids.new_empty(self.num_rows, 0)), logits, lockstep=True)
         self.record.add_prefill(outputs, logits, verified.scores)
@@ -272,6 +274,20 @@ class _Decoding:
             # What is padding is left out.
             features, real = features[:, real[0]], real[:, real[0]]
         return Context(features, real.sum(-1).tolist(), real)
+
+    def _compiled_target(self) -> Callable | None:
+        """
+        The target compiled, where `generate` would compile plain decoding (a cache of fixed size, on a GPU).
+
+        What a call records is taken from its outputs as they are, and those of a compiled pass are written over by the
+        next.
+        """
+        if self.record.hidden_states is not None or self.record.attentions is not None:
+            return None
+        arguments = {**self.model_kwargs, CACHE_NAME: self.cache}
+        if not self.target._valid_auto_compile_criteria(arguments, self.generation_config):
+            return None
+        return self.target.get_compiled_call(self.generation_config.compile_config)
 
     def _captured_draft(self, num_rows: int) -> CapturedDraft | None:
         """A captured draft phase for so many rows, if the draft was told to have one and this call allows it."""
@@ -362,7 +378,10 @@ class _Decoding:
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = proposal.proposal_ids.shape[1] + 1
         self.capture.clear()
-        return self.target(**inputs, return_dict=True)
+        # Of fixed shape: passes of other widths, as where the limit is near, are too few to compile for.
+        whole = proposal.proposal_ids.shape[1] == self.schedule.num_proposals
+        call = self.compiled_target if whole and self.compiled_target is not None else self.target
+        return call(**inputs, return_dict=True)
 
     def _logits(self, outputs, width: int) -> torch.Tensor:
         return outputs.logits[:, -width:].to(device=self.sequences.device, dtype=torch.float32, copy=True)

@@ -125,7 +125,7 @@ class TestRoundCost:
         for name, keys in tables.items():
             rows = document[name]["rows"]
             assert list(rows) == list(map(str, keys)) and name in printed
-            assert all(row["round"] > row["target"] / 2 > 0 for row in rows.values())
+            assert all(row["round"] > row["target in it"] > 0 for row in rows.values())
         assert document["block_size"] == BLOCK
         # Without any of them: the built-in prompts.
         document = run(round_cost, monkeypatch, folder, tmp_path, *self.LIMITS)
@@ -155,7 +155,7 @@ class TestRoundCost:
         monkeypatch.setattr(TargetParts, "logits", note_logits)
         target.register_forward_pre_hook(note("target", "input_ids"), with_kwargs=True)
         draft.register_forward_pre_hook(note("backbone", "noise_embeds"), with_kwargs=True)
-        lengths, _ = round_cost.decode(target, draft, inputs, 12)
+        lengths, *_ = round_cost.decode(target, draft, inputs, 12)
         assert lengths.shape[0] == rows
         in_rounds = {name: set(seen) for name, seen in shapes.items()}
         for seen in shapes.values():
@@ -175,10 +175,10 @@ class TestRoundCost:
         texts = target.generate(**inputs, max_new_tokens=40).tolist()
         # The first row takes whole blocks, the other next to nothing.
         draft = GoodBatchDraft.following(make_draft(target), target, texts, [set(), set(range(60))])
-        lengths, seconds = round_cost.decode(target, draft, inputs, 40)
+        lengths, seconds, passes = round_cost.decode(target, draft, inputs, 40)
         together = int((lengths[0] > 0).sum())
         assert together < lengths.shape[1] // 2 and len(seconds) == together - 1
-        assert all(second > 0 for second in seconds)
+        assert len(passes) == len(seconds) and all(0 < a < b for a, b in zip(passes, seconds, strict=True))
 
 
 class TestPeers:

@@ -21,7 +21,7 @@ from helpers import ARCHITECTURES, MASK_TOKEN, VOCAB, make_draft, make_target, r
 from peft import LoraConfig, get_peft_model
 from random_cases import check_batch_case, draw_batch_case
 from test_generate_lossless import OPTIONS, PrefixProcessor, cached_target, expected_acceptance
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+from transformers import CompileConfig, DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from domino_spec.generation import pace
 from domino_spec.generation.compat import CACHE_NAME
@@ -386,6 +386,37 @@ def test_a_compiled_target_is_one_graph_and_serves_calls_with_a_draft_and_withou
         assert "cache_implementation" in options and "cannot forget" in str(error)
         return
     assert counts[2] == counts[1] <= 10, "nothing is compiled once all shapes have been seen"
+
+
+def test_where_generate_compiles_plain_decoding_the_pass_over_a_whole_block_is_compiled():
+    torch.compiler.reset()
+    target, graphs, ids = make_target("qwen3", attn_implementation="sdpa"), [], random_tokens(1, 9)
+    options = {"max_new_tokens": 20, "pad_token_id": MASK_TOKEN}
+    expected = target.generate(ids, **options).tolist()
+    draft = GoodBatchDraft.following(make_draft(target), target, expected, [{12, 17}])
+
+    def run_as_it_is(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    # What a GPU has without being asked.
+    compile_config = CompileConfig(backend=run_as_it_is, mode=None, fullgraph=True)
+    compile_config._compile_all_devices = True
+    compiled = {**options, "cache_implementation": "static", "compile_config": compile_config}
+    try:
+        assert target.generate(ids, **compiled, assistant_model=draft).tolist() == expected
+    except ValueError as error:
+        # In earlier versions of transformers a static cache cannot be cropped.
+        assert "cannot forget" in str(error)
+        return
+    assert len(graphs) == 1, "the whole pass, in one width"
+    assert target.generate(ids, **compiled).tolist() == expected
+    before = len(graphs)
+    assert target.generate(ids, **compiled, assistant_model=draft).tolist() == expected
+    recorded = target.generate(
+        ids, **compiled, assistant_model=draft, output_hidden_states=True, return_dict_in_generate=True
+    )
+    assert recorded.sequences.tolist() == expected and len(graphs) == before
 
 
 def test_a_compiled_target_that_reads_its_prompt_in_chunks_is_heard_whole(compiled):
