@@ -22,9 +22,10 @@ from .verification import Verification
 _EXPLORE_EVERY = 32
 # Passes of a width before its time is believed, and how many of the last ones it is taken from.
 _ENOUGH, _RECENT = 3, 9
-# The weight of a new measurement in what is averaged.
-_FRESH = 0.05
-_BINS = 10
+# Drafted rounds before it is believed that they do not pay, and the least weight of a new one in their average.
+_SEEN_ENOUGH, _FRESH = 16, 0.05
+# Proposals of a bin of confidences that are remembered; older ones count for half, and less.
+_BINS, _REMEMBERED = 10, 400
 
 
 class Experience:
@@ -39,10 +40,12 @@ class Experience:
 
     def __init__(self):
         self._seconds: dict[int, deque[float]] = {}
+        # Medians of these, where there are enough.
+        self._typical: dict[int, float] = {}
         self._hits, self._trials = [0.0] * _BINS, [0.0] * _BINS
         # Of drafted rounds: seconds that drafting took, by rows of the batch, and tokens gained in each row.
-        self._cost: dict[int, float] = {}
-        self._gain: float | None = None
+        self._cost: dict[int, _Average] = {}
+        self._gain = _Average()
 
     @classmethod
     def of(cls, target: PreTrainedModel, draft: PreTrainedModel) -> "Experience":
@@ -52,7 +55,10 @@ class Experience:
     def add_pass(self, tokens: int, seconds: float):
         """A target pass over `tokens` took `seconds`."""
         with self._lock:
-            self._seconds.setdefault(tokens, deque(maxlen=_RECENT)).append(seconds)
+            recent = self._seconds.setdefault(tokens, deque(maxlen=_RECENT))
+            recent.append(seconds)
+            if len(recent) >= _ENOUGH:
+                self._typical[tokens] = statistics.median(recent)
 
     def pass_seconds(self, widths: Sequence[int]) -> list[float] | None:
         """
@@ -62,8 +68,7 @@ class Experience:
         a matrix product can take longer for 3 rows than for 5.
         """
         with self._lock:
-            known = [(n, statistics.median(times)) for n, times in self._seconds.items() if len(times) >= _ENOUGH]
-        known.sort()
+            known = sorted(self._typical.items())
         return None if len(known) < 2 else [_between(known, width) for width in widths]
 
     def add_proposals(self, confidences: list[float], num_accepted: int, rejected: bool):
@@ -74,7 +79,7 @@ class Experience:
                 bin_ = _bin(confidence)
                 self._hits[bin_] += k < num_accepted
                 self._trials[bin_] += 1
-                if self._trials[bin_] > 1 / _FRESH**2:
+                if self._trials[bin_] > _REMEMBERED:
                     self._hits[bin_] /= 2
                     self._trials[bin_] /= 2
 
@@ -90,16 +95,16 @@ class Experience:
     def add_drafted(self, num_rows: int, seconds: float, gain: float):
         """Drafting and the wider pass took `seconds` of a round, and gained `gain` tokens in each row."""
         with self._lock:
-            self._cost[num_rows] = _blend(self._cost.get(num_rows), seconds)
-            self._gain = _blend(self._gain, gain)
+            self._cost.setdefault(num_rows, _Average()).add(seconds)
+            self._gain.add(gain)
 
     def pays(self, num_rows: int, seconds_per_token: float) -> bool:
-        """Whether a drafted round gained more time than it took, the last times."""
+        """Whether a drafted round gained more time than it took, the last times; assumed at first."""
         with self._lock:
-            if self._gain is None:
+            if self._gain.count < _SEEN_ENOUGH:
                 return True
             nearest = min(self._cost, key=lambda rows: abs(rows - num_rows))
-            return self._gain * num_rows * seconds_per_token > self._cost[nearest]
+            return self._gain.value * num_rows * seconds_per_token > self._cost[nearest].value
 
 
 def _between(known: list[tuple[int, float]], width: int) -> float:
@@ -115,8 +120,15 @@ def _bin(confidence: float) -> int:
     return min(int(confidence * _BINS), _BINS - 1)
 
 
-def _blend(old: float | None, new: float) -> float:
-    return new if old is None else old + _FRESH * (new - old)
+class _Average:
+    """Of all numbers at first, so that the first of them does not rule, then mostly of the latest."""
+
+    def __init__(self):
+        self.value, self.count = 0.0, 0
+
+    def add(self, number: float):
+        self.count += 1
+        self.value += max(1 / self.count, _FRESH) * (number - self.value)
 
 
 class Schedule:
