@@ -28,9 +28,9 @@ from domino_spec.training.blocks import build_blocks, sample_anchors
 from domino_spec.training.objective import domino_loss, teacher_forced_hidden
 
 GIB = 2**30
-# Vocabulary-wide float32 tensors that a chunk holds at its peak: base and final logits, what the correction adds, the
-# gradients of the two, and one in the making.
-LOGITS_PER_POSITION = 6
+# Vocabulary-wide float32 tensors that a chunk holds at its peak: base and final logits, what the correction adds, and
+# the probabilities of the two, in whose place their gradients are made.
+LOGITS_PER_POSITION = 5
 PAPER = {
     "block_size": 16,
     "num_anchors": 256,

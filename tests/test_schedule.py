@@ -166,6 +166,23 @@ def test_calls_share_what_they_know_of_a_pair_and_forget_it_with_either_model():
     assert len(Experience._known) == targets - 1
 
 
+def test_a_draft_is_given_some_rounds_before_it_is_judged_and_may_win_its_place_back():
+    known = Experience()
+    for _ in range(15):
+        known.add_drafted(1, seconds=1.0, gain=0.0)
+        assert known.pays(1, seconds_per_token=1.0)
+    known.add_drafted(1, seconds=1.0, gain=0.0)
+    assert not known.pays(1, seconds_per_token=1.0)
+    for _ in range(20):
+        known.add_drafted(1, seconds=1.0, gain=2.0)
+    assert known.pays(1, seconds_per_token=1.0)
+    first, later = Experience(), Experience()
+    for known, gains in ((first, [0.0] + 19 * [1.2]), (later, 19 * [1.2] + [0.0])):
+        for gain in gains:
+            known.add_drafted(1, seconds=1.0, gain=gain)
+    assert first.pays(1, 1.0) and later.pays(1, 1.0), "no single round rules, be it the first"
+
+
 SURE, UNSURE = torch.tensor([[9.0, 0.0, 0.0]]), torch.zeros(1, 96)
 
 
