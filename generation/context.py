@@ -30,6 +30,7 @@ class _Tap:
 
     def __init__(self):
         self.listeners: list[tuple[int, list[torch.Tensor]]] = []
+        self.is_open = False
         self.compiled: torch.Tensor | None = None
         self.stays = False
         self._handle: RemovableHandle | None = None
@@ -43,13 +44,15 @@ class _Tap:
         """Put what `layer` gives into `heard` whenever this thread runs it."""
         with self._lock:
             self.listeners = [*self.listeners, (threading.get_ident(), heard)]
+            self.is_open = True
             if self._handle is None:
                 self._handle = layer.register_forward_hook(self)
 
     def close(self, heard: list[torch.Tensor]):
         with self._lock:
             self.listeners = [listener for listener in self.listeners if listener[1] is not heard]
-            if self.listeners:
+            self.is_open = bool(self.listeners)
+            if self.is_open:
                 return
             self.compiled = None
             if self._handle is not None and not self.stays:
@@ -61,7 +64,8 @@ class _Tap:
         states = output[0] if isinstance(output, tuple) else output
         if torch.compiler.is_compiling():
             # An output of the graph: what is compiled can neither ask for its thread nor fill a list of any length.
-            self.compiled = states if self.compiled is None else torch.cat([self.compiled, states], dim=1)
+            if self.is_open:
+                self.compiled = states if self.compiled is None else torch.cat([self.compiled, states], dim=1)
             return
         thread = threading.get_ident()
         for listener, heard in self.listeners:
