@@ -280,27 +280,27 @@ class ContextCapture:
         self.layer_ids = layer_ids
         self._outputs: dict[int, list[torch.Tensor]] = {layer_id: [] for layer_id in layer_ids}
         self._layers = {layer_id: layers[layer_id] for layer_id in layer_ids}
+        self._taps = {layer_id: _Tap.on(layer) for layer_id, layer in self._layers.items()}
 
     def open(self):
         """Begin to listen."""
-        for layer_id, layer in self._layers.items():
-            _Tap.on(layer).open(layer, self._outputs[layer_id])
+        for layer_id, tap in self._taps.items():
+            tap.open(self._layers[layer_id], self._outputs[layer_id])
 
     def close(self):
         """Listen no longer."""
-        for layer_id, layer in self._layers.items():
-            _Tap.on(layer).close(self._outputs[layer_id])
+        for layer_id, tap in self._taps.items():
+            tap.close(self._outputs[layer_id])
 
     def clear(self):
         """Forget what was read: a processor of the user's may run the target too, and its passes are not ours."""
-        for layer_id, layer in self._layers.items():
+        for layer_id, tap in self._taps.items():
             self._outputs[layer_id].clear()
-            _Tap.on(layer).compiled = None
+            tap.compiled = None
 
     def _collect_compiled(self):
         """Take over what a compiled target has left."""
-        for layer_id, layer in self._layers.items():
-            tap = _Tap.on(layer)
+        for layer_id, tap in self._taps.items():
             if tap.compiled is None:
                 continue
             tap.stays = True
@@ -318,7 +318,8 @@ class ContextCapture:
         forgotten, so that nothing large stays alive.
 
         Raises:
-            ValueError: when a layer does not return one state for each position, or was not heard at all.
+            ValueError: when a layer does not return one state for each position, or was not heard at all, or when
+                several threads use one compiled target.
         """
         self._collect_compiled()
         if not all(self._outputs.values()):
