@@ -73,6 +73,8 @@ class DominoDecodingMixin:
     generation_config: GenerationConfig | None = None
     # Of `use_cuda_graphs`.
     capture_options: CaptureOptions | None = None
+    # Of `use_tree`.
+    tree_size = 0
 
     def assisted_decoding(
         self,
@@ -189,6 +191,31 @@ class DominoDecodingMixin:
                 logged when it is made.
         """
         self.capture_options = CaptureOptions(input_table) if enabled else None
+
+    def use_tree(self, num_proposals: int = 15):
+        """
+        Have greedy decoding of one text offer several continuations at once, as a tree of `num_proposals` proposals:
+        where the likeliest token is wrong, the next one may be right, and the same pass of the target goes on from it.
+        The output stays the target's own. It pays where a pass takes little longer for more tokens.
+
+        It serves calls with one row, without sampling and logits processors, on targets with full attention in every
+        layer (`"eager"` or `"sdpa"`) and a cache that grows; other calls go on as they are, and its rounds are not
+        replayed as CUDA graphs. `num_assistant_tokens` bounds how many proposals may follow one another (default: all
+        that a block gives), and with `num_assistant_tokens_schedule="heuristic"` a round offers as much of its tree as
+        pays. After SpecInfer (arXiv 2305.09781) and EAGLE-2 (arXiv 2406.16858).
+
+        Args:
+            num_proposals (`int`): of a tree; 0 goes back to proposals that follow one another.
+
+        Raises:
+            ValueError: when `num_proposals` is no number of proposals.
+        """
+        if type(num_proposals) is not int or num_proposals < 0:
+            raise ValueError(
+                f"`num_proposals` is {num_proposals!r}, but a tree has a whole number of proposals: 15, say, or 0 to "
+                "have none."
+            )
+        self.tree_size = num_proposals
 
     def validate_assisted_decoding(self, target: PreTrainedModel, generation_config: GenerationConfig):
         """What `generate` asks before it prepares anything: does this draft fit this target and these options?"""

@@ -37,6 +37,7 @@ from .rollout import rollout
 from .schedule import Experience, Schedule
 from .scorer import Scorer
 from .sequences import Proposal, Sequences
+from .tree import Tree, grow, keep_path, path_taken, takes_trees, with_tree
 from .verification import Verification, verify
 
 logger = logging.get_logger(__name__)
@@ -86,18 +87,19 @@ def check_supported(generation_config: GenerationConfig):
             raise ValueError(f"Generation with a Domino draft does not support {what}: {remedy}, or drop the draft.")
 
 
-def proposals_per_round(config: Any, generation_config: GenerationConfig) -> int:
+def proposals_per_round(config: Any, generation_config: GenerationConfig, in_tree: bool = False) -> int:
     """
-    How many tokens a round offers: `block_size - 1`, as the public engines do, unless the call says otherwise.
+    How many tokens in succession a round offers: `block_size - 1`, as the public engines do, unless the call says
+    otherwise.
 
     `num_assistant_tokens` bounds it. A draft with shifted labels has one proposal more to give, which a call gets by
-    asking for `block_size` of them. `generate` fills the option in where a user left it out, so its default counts as
-    left out.
+    asking for `block_size` of them, and a tree (`in_tree`) by itself, where it costs a node like any other. `generate`
+    fills the option in where a user left it out, so its default counts as left out.
     """
-    asked = asked_for(generation_config, "num_assistant_tokens")
+    asked, most = asked_for(generation_config, "num_assistant_tokens"), config.block_size - (not config.shift_label)
     if asked is None:
-        return config.block_size - 1
-    return max(0, min(asked, config.block_size - (0 if config.shift_label else 1)))
+        return most if in_tree else config.block_size - 1
+    return max(0, min(asked, most))
 
 
 def _check_cache(cache: Cache | None, target: PreTrainedModel) -> Cache:
@@ -220,11 +222,13 @@ class _Decoding:
         self.pace = self._pace(past_length + features.shape[1])
         # What the draft has not read yet.
         self.context = [self._first_context(features, past_length)]
+        self.tree_size = self._tree_size()
         self.schedule = Schedule(
             self.generation_config,
-            proposals_per_round(self.draft.config, self.generation_config),
+            proposals_per_round(self.draft.config, self.generation_config, in_tree=self.tree_size > 0),
             Experience.of(self.target, self.draft),
             self.pace.lockstep,
+            self.tree_size,
         )
         self.captured = self._captured_draft(self.num_rows)
         if self.captured is not None:
@@ -275,6 +279,25 @@ class _Decoding:
             features, real = features[:, real[0]], real[:, real[0]]
         return Context(features, real.sum(-1).tolist(), real)
 
+    def _tree_size(self) -> int:
+        """The most proposals of a round's tree; 0 where the draft was not told to have one, or this call has none."""
+        size = self.draft.tree_size
+        if (
+            size == 0
+            or self.num_rows > 1
+            # Which path is taken must be known of all nodes at once.
+            or self.do_sample
+            or self.logits_processor
+            or asked_for(self.generation_config, "assistant_confidence_threshold") is not None
+            # These are given for each token and key in turn, and other processes would not join the question below.
+            or self.record.hidden_states is not None
+            or self.record.attentions is not None
+            or self.synced_gpus
+            or not takes_trees(self.target, self.cache, self.model_kwargs, self.sequences.last())
+        ):
+            return 0
+        return size
+
     def _compiled_target(self) -> Callable | None:
         """
         The target compiled, where `generate` would compile plain decoding (a cache of fixed size, on a GPU).
@@ -296,6 +319,7 @@ class _Decoding:
             self.draft.capture_options is None
             or self.do_sample
             or self.logits_processor
+            or self.tree_size > 0
             or self.schedule.watches
             or self.schedule.num_proposals == 0
             or limit is None
@@ -326,16 +350,19 @@ class _Decoding:
         if budget <= 0:
             return Proposal(self.sequences.last().new_empty(len(self.sequences), 0))
         started = time.perf_counter()
-        self.sequences.reserve(budget + 1)
+        self.sequences.reserve(max(budget, self.tree_size) + 1)
         context, self.context = self.context, []
         anchor = self.sequences.last()
         if self.captured is not None and self.captured.takes(context, budget):
             proposal = self.captured.propose(self.draft_state, context[0], anchor)
         else:
             hidden = draft_hidden(self.draft, self.parts, self.draft_state, Context.joined(context), anchor)
-            proposal = rollout(
-                self.scorer, hidden, self.sequences, budget, self.draft_processors, self.do_sample, self.schedule
-            )
+            if self.tree_size > 0:
+                proposal = grow(self.scorer, hidden, anchor, budget, self.tree_size, self.schedule)
+            else:
+                proposal = rollout(
+                    self.scorer, hidden, self.sequences, budget, self.draft_processors, self.do_sample, self.schedule
+                )
         if self.pad_token_id is not None and any(self.stopped):
             # What ended rows will commit, so that the target reads what plain decoding has it read.
             ended = torch.tensor(self.stopped, device=proposal.proposal_ids.device)
@@ -350,7 +377,12 @@ class _Decoding:
         width = proposal.proposal_ids.shape[1] + 1
         outputs = self._target_pass(proposal)
         features = self.capture.take(self.draft.device)
-        logits = self._logits(outputs, width)
+        if isinstance(proposal, Tree):
+            path, proposal = path_taken(proposal, outputs.logits[0, -width:].argmax(-1).to(self.sequences.device))
+            features = features[:, path.to(features.device)]
+            keep_path(self.cache, path, width)
+            outputs.logits = outputs.logits[:, path.to(outputs.logits.device) - width]
+        logits = self._logits(outputs, proposal.proposal_ids.shape[1] + 1)
         verified = self._verify(proposal, logits, self.pace.lockstep)
         if not verified.finite:
             logger.warning_once(
@@ -377,6 +409,8 @@ class _Decoding:
         inputs = self.pace.inputs(self.sequences, proposal)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = proposal.proposal_ids.shape[1] + 1
+        if isinstance(proposal, Tree):
+            inputs = with_tree(inputs, proposal, self.cache.get_seq_length(), self.target.dtype)
         self.capture.clear()
         # Of fixed shape: passes of other widths, as where the limit is near, are too few to compile for.
         whole = proposal.proposal_ids.shape[1] == self.schedule.num_proposals

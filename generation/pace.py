@@ -129,16 +129,9 @@ class OwnPace:
     @staticmethod
     def suits(target: PreTrainedModel, cache: Cache, model_kwargs: dict[str, Any]) -> bool:
         """Whether `target` takes a position for each token, and `cache` may have holes; warns once of the latter."""
-        position_ids = model_kwargs.get("position_ids")
-        # Other tensors along the sequence follow no row of their own.
-        if (
-            "position_ids" not in inspect.signature(target.forward).parameters
-            or (position_ids is not None and position_ids.dim() != 2)
-            or any(model_kwargs.get(name) is not None for name in _TOKEN_TYPES)
-            or _has_state_for_rows(target)
-        ):
+        if not takes_any_position(target, model_kwargs) or _has_state_for_rows(target):
             return False
-        if not (can_have_holes(cache) and _masks_by_visibility(target)):
+        if not (can_have_holes(cache) and masks_by_visibility(target)):
             logger.warning_once(
                 f"The cache of {type(target).__name__} cannot hold rows of different lengths, so all rows of a batch "
                 "advance by the shortest acceptance among them."
@@ -239,13 +232,23 @@ class OwnPace:
         self.target(**inputs, return_dict=True)
 
 
+def takes_any_position(target: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
+    """Whether `target` is told the position of each token, and nothing else goes along the sequence."""
+    position_ids = model_kwargs.get("position_ids")
+    return (
+        "position_ids" in inspect.signature(target.forward).parameters
+        and (position_ids is None or position_ids.dim() == 2)
+        and all(model_kwargs.get(name) is None for name in _TOKEN_TYPES)
+    )
+
+
 def _has_state_for_rows(target: PreTrainedModel) -> bool:
     """Whether PEFT has been told which adapter each row takes: its hooks know rows by their place in the batch."""
     hooks = (hook for module in target.modules() for hook in module._forward_pre_hooks.values())
     return any("adapter_names" in getattr(hook, "keywords", {}) for hook in hooks)
 
 
-def _masks_by_visibility(target: PreTrainedModel) -> bool:
+def masks_by_visibility(target: PreTrainedModel) -> bool:
     """Whether all layers see everything that the attention mask shows: a window is counted in entries of the cache,
     holes included, also where the cache itself forgets nothing."""
     config = target.config.get_text_config(decoder=True)

@@ -43,6 +43,8 @@ class Experience:
         # Medians of these, where there are enough.
         self._typical: dict[int, float] = {}
         self._hits, self._trials = [0.0] * _BINS, [0.0] * _BINS
+        # Of trees: proposals taken, and how many the draft expected.
+        self._accepted, self._expected = 0.0, 0.0
         # Of drafted rounds: seconds that drafting took, by rows of the batch, and tokens gained in each row.
         self._cost: dict[int, _Average] = {}
         self._gain = _Average()
@@ -60,16 +62,17 @@ class Experience:
             if len(recent) >= _ENOUGH:
                 self._typical[tokens] = statistics.median(recent)
 
-    def pass_seconds(self, widths: Sequence[int]) -> list[float] | None:
+    def pass_seconds(self, widths: Sequence[int], hopeful: bool = False) -> list[float] | None:
         """
         Seconds of target passes over so many tokens; `None` before two widths are known.
 
         A width that is not known lies on a line through its neighbours, since time may go up and down with the width:
-        a matrix product can take longer for 3 rows than for 5.
+        a matrix product can take longer for 3 rows than for 5. `hopeful`: it costs no more than the cheaper neighbour,
+        so that all widths are tried that may be worth it.
         """
         with self._lock:
             known = sorted(self._typical.items())
-        return None if len(known) < 2 else [_between(known, width) for width in widths]
+        return None if len(known) < 2 else [_between(known, width, hopeful) for width in widths]
 
     def add_proposals(self, confidences: list[float], num_accepted: int, rejected: bool):
         """Of proposals of these confidences the first `num_accepted` were taken, and the next fell if `rejected`."""
@@ -92,6 +95,17 @@ class Experience:
         """How often a proposal is taken whose confidence is not known yet."""
         return (sum(self._hits) + 1) / (sum(self._trials) + 2)
 
+    def add_tree(self, expected: float, num_accepted: int):
+        """Of a tree `num_accepted` proposals were taken, where the draft's confidences add up to `expected`."""
+        with self._lock:
+            self._accepted, self._expected = self._accepted + num_accepted, self._expected + expected
+            if self._expected > _REMEMBERED:
+                self._accepted, self._expected = self._accepted / 2, self._expected / 2
+
+    def candour(self) -> float:
+        """What the draft's confidences in the proposals of trees are to be multiplied by."""
+        return (self._accepted + 4) / (self._expected + 4)
+
     def add_drafted(self, num_rows: int, seconds: float, gain: float):
         """Drafting and the wider pass took `seconds` of a round, and gained `gain` tokens in each row."""
         with self._lock:
@@ -107,10 +121,12 @@ class Experience:
             return self._gain.value * num_rows * seconds_per_token > self._cost[nearest].value
 
 
-def _between(known: list[tuple[int, float]], width: int) -> float:
-    """Seconds at `width`, on the line through the nearest two of `known` widths, sorted."""
+def _between(known: list[tuple[int, float]], width: int, hopeful: bool) -> float:
+    """Seconds at `width`, on the line through the nearest two of `known` widths, sorted, or as the lower of the two."""
     after = min(max(bisect.bisect_left(known, (width, 0.0)), 1), len(known) - 1)
     (low, low_seconds), (high, high_seconds) = known[after - 1], known[after]
+    if hopeful and low < width < high:
+        return min(low_seconds, high_seconds)
     seconds = low_seconds + (width - low) * (high_seconds - low_seconds) / (high - low)
     # Beyond what is known, wider is never quicker, nor narrower slower.
     return max(seconds, high_seconds) if width > high else min(seconds, low_seconds) if width < low else seconds
@@ -150,10 +166,20 @@ class Schedule:
         num_proposals (`int`): the most that a round may offer.
         experience (`Experience`): with the pair of models.
         lockstep (`bool`): whether a proposal counts only where all rows take theirs.
+        tree_size (`int`): the most proposals of a round where they form a tree, of which `num_proposals` can be taken;
+            0 where they follow one another.
     """
 
-    def __init__(self, generation_config: GenerationConfig, num_proposals: int, experience: Experience, lockstep: bool):
+    def __init__(
+        self,
+        generation_config: GenerationConfig,
+        num_proposals: int,
+        experience: Experience,
+        lockstep: bool,
+        tree_size: int = 0,
+    ):
         self.num_proposals, self.experience, self.lockstep = num_proposals, experience, lockstep
+        self._widest = tree_size or num_proposals
         self.threshold = asked_for(generation_config, "assistant_confidence_threshold")
         self.adapts = asked_for(generation_config, "num_assistant_tokens_schedule") in (
             "heuristic",
@@ -167,6 +193,7 @@ class Schedule:
         self._costs: list[float] | None = None
         self._confidences: list[list[float]] = []
         self._reach: list[float] = []
+        self._expected = 0.0
 
     @property
     def watches(self) -> bool:
@@ -176,10 +203,11 @@ class Schedule:
     def budget(self, num_rows: int) -> int:
         """How many proposals this round may offer; 0 leaves the draft out of it."""
         self._round += 1
-        self._confidences, self._reach = [], [1.0] * num_rows
+        self._confidences, self._reach, self._expected = [], [1.0] * num_rows, 0.0
         if not self.adapts:
             return self.num_proposals
-        self._costs = self.experience.pass_seconds([num_rows * (n + 1) for n in range(self.num_proposals + 1)])
+        widths = [num_rows * (n + 1) for n in range(self._widest + 1)]
+        self._costs = self.experience.pass_seconds(widths, hopeful=self._widest > self.num_proposals)
         if self._costs is None:
             # Two widths must be known: wider and bare passes take turns. For many rows a little wider is enough.
             return max(1, self.num_proposals // num_rows) if self._round % 2 else 0
@@ -212,6 +240,23 @@ class Schedule:
             expected *= usual**rows if self.lockstep else usual
         return False
 
+    def size_of(self, chances: torch.Tensor) -> int:
+        """How many proposals of a tree to offer, of which the draft gives these `chances` `[K]`, from high to low."""
+        if not self.adapts:
+            return len(chances)
+        candour, size, gain, best = self.experience.candour(), 0, 0.0, 0.0
+        confidences = chances.tolist()
+        if self._costs is None:
+            size = len(confidences)
+        else:
+            for number, confidence in enumerate(confidences, start=1):
+                gain += confidence * candour
+                saved = gain * self._worth - (self._costs[number] - self._costs[0])
+                if saved > best:
+                    size, best = number, saved
+        self._expected = sum(confidences[:size])
+        return size
+
     def goes_on(self, logits: torch.Tensor, token_ids: torch.LongTensor) -> bool:
         """Whether to make another proposal after `token_ids` `[n]`, chosen by processed `logits` `[n, V]`."""
         if self.threshold is None:
@@ -239,6 +284,8 @@ class Schedule:
         for row, (count, rejected) in enumerate(zip(verified.num_new, verified.rejected, strict=True)):
             confidences = [of_rows[row] for of_rows in self._confidences[:num_proposals]]
             self.experience.add_proposals(confidences, count - 1, rejected)
+        if self._expected:
+            self.experience.add_tree(self._expected, tokens - 1)
         if self._costs is not None:
             draft_seconds += self._costs[num_proposals] - self._costs[0]
         self.experience.add_drafted(rows, draft_seconds, tokens / rows - 1)

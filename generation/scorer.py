@@ -127,12 +127,12 @@ class Scorer:
         if use_head and draft.config.has_head:
             self.head = (PlainHead if PlainHead.suits(draft) else UnrolledHead)(draft, self.token_ids)
 
-    def base(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.LongTensor | None]:
+    def base(self, hidden: torch.Tensor, pool: int | None = None) -> tuple[torch.Tensor, torch.LongTensor | None]:
         """
         Base logits `[n, K, V]` of draft hidden `[n, K, H]`, and where they stand among all that may be proposed
-        (`[n, K, V]`) when they are a pool of candidates.
+        (`[n, K, V]`) when they are a pool of candidates: of the draft's own `candidate_pool_size`, or of `pool`.
         """
-        logits, pool = self.target.logits(hidden), self.draft.config.candidate_pool_size
+        logits, pool = self.target.logits(hidden), self.draft.config.candidate_pool_size or pool
         # Without a head there is nothing to correct, so nothing to spare.
         if self.head is None or pool is None or pool >= logits.shape[-1]:
             return logits, None

@@ -188,7 +188,7 @@ class TestPeers:
     def test_the_targets_cache_is_the_same_for_all_ways(self, implementation, capsys):
         target = make_target("qwen3", dtype=torch.float32, attn_implementation="sdpa")
         inputs = {"input_ids": random_tokens(1, 9), "attention_mask": torch.ones(1, 9, dtype=torch.long)}
-        named = peers.warm_up(peers.ways(target, make_draft(target), 10, implementation), [inputs])
+        named = peers.warm_up(peers.ways(target, make_draft(target), 10, cache_implementation=implementation), [inputs])
         left_out = [line.partition(" is left out: ")[0] for line in capsys.readouterr().out.splitlines()]
         assert sorted([*named, *left_out]) == sorted(peers.ways(target, make_draft(target), 10))
         assert peers.PLAIN in named and (peers.PAPER in left_out) == (implementation == "static")

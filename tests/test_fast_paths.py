@@ -265,10 +265,11 @@ def test_verification_at_once_commits_what_token_by_token_does(seed):
                 assert torch.equal(one[row], other[row])
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
-def test_a_round_waits_for_the_device_once(target, num_rows, monkeypatch):
+@pytest.mark.parametrize(("num_rows", "tree"), [(1, 0), (3, 0), (1, 15)])
+def test_a_round_waits_for_the_device_once(target, num_rows, tree, monkeypatch):
     """Whatever brings numbers to the host is counted, in our modules and in what of the host's they call."""
     draft, ids = make_draft(target), random_tokens(num_rows, 9)
+    draft.use_tree(tree)
     waits, counting = Counter(), False
     for name in ("tolist", "item", "__bool__", "__int__", "__index__", "__float__", "__iter__", "cpu", "numpy"):
         real = getattr(torch.Tensor, name)

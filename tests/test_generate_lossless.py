@@ -95,8 +95,11 @@ class GoodDraft(DominoDraftModel):
         block = noise_embeds.shape[1]
         anchor = past + context_hidden_states.shape[1] if position_ids is None else int(position_ids[0, -block])
         first = anchor + 1 if self.config.shift_label else anchor
-        states = torch.stack([self.states[self._proposal(first + k)] for k in range(block)])
+        states = torch.stack([self._state(first + k) for k in range(block)])
         return BaseModelOutput(last_hidden_state=states[None].to(hidden))
+
+    def _state(self, position: int) -> torch.Tensor:
+        return self.states[self._proposal(position)]
 
     def _proposal(self, position: int) -> int:
         token = int(self.text[position]) if position < len(self.text) else 0
@@ -411,8 +414,9 @@ def draw_case(seed: int, index: int) -> Case:
     )
 
 
-def check_case(seed: int, index: int):
-    """Run case `index` of `seed` plain and with its draft; raises where they differ."""
+def check_case(seed: int, index: int, tree: int = 0):
+    """Run case `index` of `seed` plain and with its draft, whose proposals form a `tree` of that size; raises where
+    they differ."""
     case = draw_case(seed, index)
     rng = random.Random(case.seed)
     target = cached_target(case.arch, case.attention)
@@ -447,6 +451,7 @@ def check_case(seed: int, index: int):
         share = 1.0 if case.kind == "wrong" else case.spoil
         spoiled = {i for i in range(case.prompt_length, len(text)) if rng.random() < share}
         draft = GoodDraft.following(draft, target, text, spoiled)
+    draft.use_tree(tree)
 
     calls: list = []
     extra = {} if case.proposals is None else {"num_assistant_tokens": case.proposals}
@@ -470,7 +475,8 @@ def check_case(seed: int, index: int):
             torch.testing.assert_close(torch.cat(ours), torch.cat(theirs), rtol=1e-4, atol=1e-4, equal_nan=True)
         lengths = output.acceptance_lengths[0].tolist()
         assert 1 + sum(lengths) == new_tokens, f"acceptance lengths {lengths} for {new_tokens} tokens: {case}"
-        if case.kind != "random":
+        # What a tree holds besides, the draft's probabilities say.
+        if case.kind != "random" and tree == 0:
             most = case.draft["block_size"] - (not case.draft["shift_label"])
             proposals = case.draft["block_size"] - 1 if case.proposals is None else min(case.proposals, most)
             counted = expected_acceptance(case.prompt_length, new_tokens, proposals, spoiled)

@@ -1198,12 +1198,12 @@ class Scorer:
         if use_head and draft.config.has_head:
             self.head = (PlainHead if PlainHead.suits(draft) else UnrolledHead)(draft, self.token_ids)
 
-    def base(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.LongTensor | None]:
+    def base(self, hidden: torch.Tensor, pool: int | None = None) -> tuple[torch.Tensor, torch.LongTensor | None]:
         """
         Base logits `[n, K, V]` of draft hidden `[n, K, H]`, and where they stand among all that may be proposed
-        (`[n, K, V]`) when they are a pool of candidates.
+        (`[n, K, V]`) when they are a pool of candidates: of the draft's own `candidate_pool_size`, or of `pool`.
         """
-        logits, pool = self.target.logits(hidden), self.draft.config.candidate_pool_size
+        logits, pool = self.target.logits(hidden), self.draft.config.candidate_pool_size or pool
         # Without a head there is nothing to correct, so nothing to spare.
         if self.head is None or pool is None or pool >= logits.shape[-1]:
             return logits, None
@@ -2281,16 +2281,9 @@ class OwnPace:
     @staticmethod
     def suits(target: PreTrainedModel, cache: Cache, model_kwargs: dict[str, Any]) -> bool:
         """Whether `target` takes a position for each token, and `cache` may have holes; warns once of the latter."""
-        position_ids = model_kwargs.get("position_ids")
-        # Other tensors along the sequence follow no row of their own.
-        if (
-            "position_ids" not in inspect.signature(target.forward).parameters
-            or (position_ids is not None and position_ids.dim() != 2)
-            or any(model_kwargs.get(name) is not None for name in _TOKEN_TYPES)
-            or _has_state_for_rows(target)
-        ):
+        if not takes_any_position(target, model_kwargs) or _has_state_for_rows(target):
             return False
-        if not (can_have_holes(cache) and _masks_by_visibility(target)):
+        if not (can_have_holes(cache) and masks_by_visibility(target)):
             logger.warning_once(
                 f"The cache of {type(target).__name__} cannot hold rows of different lengths, so all rows of a batch "
                 "advance by the shortest acceptance among them."
@@ -2391,13 +2384,23 @@ class OwnPace:
         self.target(**inputs, return_dict=True)
 
 
+def takes_any_position(target: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
+    """Whether `target` is told the position of each token, and nothing else goes along the sequence."""
+    position_ids = model_kwargs.get("position_ids")
+    return (
+        "position_ids" in inspect.signature(target.forward).parameters
+        and (position_ids is None or position_ids.dim() == 2)
+        and all(model_kwargs.get(name) is None for name in _TOKEN_TYPES)
+    )
+
+
 def _has_state_for_rows(target: PreTrainedModel) -> bool:
     """Whether PEFT has been told which adapter each row takes: its hooks know rows by their place in the batch."""
     hooks = (hook for module in target.modules() for hook in module._forward_pre_hooks.values())
     return any("adapter_names" in getattr(hook, "keywords", {}) for hook in hooks)
 
 
-def _masks_by_visibility(target: PreTrainedModel) -> bool:
+def masks_by_visibility(target: PreTrainedModel) -> bool:
     """Whether all layers see everything that the attention mask shows: a window is counted in entries of the cache,
     holes included, also where the cache itself forgets nothing."""
     config = target.config.get_text_config(decoder=True)
@@ -2450,6 +2453,8 @@ class Experience:
         # Medians of these, where there are enough.
         self._typical: dict[int, float] = {}
         self._hits, self._trials = [0.0] * _BINS, [0.0] * _BINS
+        # Of trees: proposals taken, and how many the draft expected.
+        self._accepted, self._expected = 0.0, 0.0
         # Of drafted rounds: seconds that drafting took, by rows of the batch, and tokens gained in each row.
         self._cost: dict[int, _Average] = {}
         self._gain = _Average()
@@ -2467,16 +2472,17 @@ class Experience:
             if len(recent) >= _ENOUGH:
                 self._typical[tokens] = statistics.median(recent)
 
-    def pass_seconds(self, widths: Sequence[int]) -> list[float] | None:
+    def pass_seconds(self, widths: Sequence[int], hopeful: bool = False) -> list[float] | None:
         """
         Seconds of target passes over so many tokens; `None` before two widths are known.
 
         A width that is not known lies on a line through its neighbours, since time may go up and down with the width:
-        a matrix product can take longer for 3 rows than for 5.
+        a matrix product can take longer for 3 rows than for 5. `hopeful`: it costs no more than the cheaper neighbour,
+        so that all widths are tried that may be worth it.
         """
         with self._lock:
             known = sorted(self._typical.items())
-        return None if len(known) < 2 else [_between(known, width) for width in widths]
+        return None if len(known) < 2 else [_between(known, width, hopeful) for width in widths]
 
     def add_proposals(self, confidences: list[float], num_accepted: int, rejected: bool):
         """Of proposals of these confidences the first `num_accepted` were taken, and the next fell if `rejected`."""
@@ -2499,6 +2505,17 @@ class Experience:
         """How often a proposal is taken whose confidence is not known yet."""
         return (sum(self._hits) + 1) / (sum(self._trials) + 2)
 
+    def add_tree(self, expected: float, num_accepted: int):
+        """Of a tree `num_accepted` proposals were taken, where the draft's confidences add up to `expected`."""
+        with self._lock:
+            self._accepted, self._expected = self._accepted + num_accepted, self._expected + expected
+            if self._expected > _REMEMBERED:
+                self._accepted, self._expected = self._accepted / 2, self._expected / 2
+
+    def candour(self) -> float:
+        """What the draft's confidences in the proposals of trees are to be multiplied by."""
+        return (self._accepted + 4) / (self._expected + 4)
+
     def add_drafted(self, num_rows: int, seconds: float, gain: float):
         """Drafting and the wider pass took `seconds` of a round, and gained `gain` tokens in each row."""
         with self._lock:
@@ -2514,10 +2531,12 @@ class Experience:
             return self._gain.value * num_rows * seconds_per_token > self._cost[nearest].value
 
 
-def _between(known: list[tuple[int, float]], width: int) -> float:
-    """Seconds at `width`, on the line through the nearest two of `known` widths, sorted."""
+def _between(known: list[tuple[int, float]], width: int, hopeful: bool) -> float:
+    """Seconds at `width`, on the line through the nearest two of `known` widths, sorted, or as the lower of the two."""
     after = min(max(bisect.bisect_left(known, (width, 0.0)), 1), len(known) - 1)
     (low, low_seconds), (high, high_seconds) = known[after - 1], known[after]
+    if hopeful and low < width < high:
+        return min(low_seconds, high_seconds)
     seconds = low_seconds + (width - low) * (high_seconds - low_seconds) / (high - low)
     # Beyond what is known, wider is never quicker, nor narrower slower.
     return max(seconds, high_seconds) if width > high else min(seconds, low_seconds) if width < low else seconds
@@ -2557,10 +2576,20 @@ class Schedule:
         num_proposals (`int`): the most that a round may offer.
         experience (`Experience`): with the pair of models.
         lockstep (`bool`): whether a proposal counts only where all rows take theirs.
+        tree_size (`int`): the most proposals of a round where they form a tree, of which `num_proposals` can be taken;
+            0 where they follow one another.
     """
 
-    def __init__(self, generation_config: GenerationConfig, num_proposals: int, experience: Experience, lockstep: bool):
+    def __init__(
+        self,
+        generation_config: GenerationConfig,
+        num_proposals: int,
+        experience: Experience,
+        lockstep: bool,
+        tree_size: int = 0,
+    ):
         self.num_proposals, self.experience, self.lockstep = num_proposals, experience, lockstep
+        self._widest = tree_size or num_proposals
         self.threshold = asked_for(generation_config, "assistant_confidence_threshold")
         self.adapts = asked_for(generation_config, "num_assistant_tokens_schedule") in (
             "heuristic",
@@ -2574,6 +2603,7 @@ class Schedule:
         self._costs: list[float] | None = None
         self._confidences: list[list[float]] = []
         self._reach: list[float] = []
+        self._expected = 0.0
 
     @property
     def watches(self) -> bool:
@@ -2583,10 +2613,11 @@ class Schedule:
     def budget(self, num_rows: int) -> int:
         """How many proposals this round may offer; 0 leaves the draft out of it."""
         self._round += 1
-        self._confidences, self._reach = [], [1.0] * num_rows
+        self._confidences, self._reach, self._expected = [], [1.0] * num_rows, 0.0
         if not self.adapts:
             return self.num_proposals
-        self._costs = self.experience.pass_seconds([num_rows * (n + 1) for n in range(self.num_proposals + 1)])
+        widths = [num_rows * (n + 1) for n in range(self._widest + 1)]
+        self._costs = self.experience.pass_seconds(widths, hopeful=self._widest > self.num_proposals)
         if self._costs is None:
             # Two widths must be known: wider and bare passes take turns. For many rows a little wider is enough.
             return max(1, self.num_proposals // num_rows) if self._round % 2 else 0
@@ -2619,6 +2650,23 @@ class Schedule:
             expected *= usual**rows if self.lockstep else usual
         return False
 
+    def size_of(self, chances: torch.Tensor) -> int:
+        """How many proposals of a tree to offer, of which the draft gives these `chances` `[K]`, from high to low."""
+        if not self.adapts:
+            return len(chances)
+        candour, size, gain, best = self.experience.candour(), 0, 0.0, 0.0
+        confidences = chances.tolist()
+        if self._costs is None:
+            size = len(confidences)
+        else:
+            for number, confidence in enumerate(confidences, start=1):
+                gain += confidence * candour
+                saved = gain * self._worth - (self._costs[number] - self._costs[0])
+                if saved > best:
+                    size, best = number, saved
+        self._expected = sum(confidences[:size])
+        return size
+
     def goes_on(self, logits: torch.Tensor, token_ids: torch.LongTensor) -> bool:
         """Whether to make another proposal after `token_ids` `[n]`, chosen by processed `logits` `[n, V]`."""
         if self.threshold is None:
@@ -2646,6 +2694,8 @@ class Schedule:
         for row, (count, rejected) in enumerate(zip(verified.num_new, verified.rejected, strict=True)):
             confidences = [of_rows[row] for of_rows in self._confidences[:num_proposals]]
             self.experience.add_proposals(confidences, count - 1, rejected)
+        if self._expected:
+            self.experience.add_tree(self._expected, tokens - 1)
         if self._costs is not None:
             draft_seconds += self._costs[num_proposals] - self._costs[0]
         self.experience.add_drafted(rows, draft_seconds, tokens / rows - 1)
@@ -2741,6 +2791,227 @@ def rollout(
 
 # Copyright 2026 The domino_spec authors.
 # SPDX-License-Identifier: Apache-2.0
+"""What if the likeliest token is wrong? A tree of proposals in one pass: the target takes the path that it would write.
+
+Verifying several continuations of a text at once is tree attention (SpecInfer, arXiv 2305.09781); that the draft's own
+confidence decides which nodes a tree has is from EAGLE-2 (arXiv 2406.16858). Here the head makes it cheap: the hidden
+states of a block serve all paths through it, and only the prefix state is a path's own.
+"""
+
+import math
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+# Candidates at each position: which nodes a tree has needs no more, and the target has the last word.
+_POOL = 256
+# Log probabilities of a step. Each is below zero, so that a node always comes after the one that it continues, and none
+# so low that the sum of a block's would lose the difference.
+_LEAST, _MOST = -20.0, -1e-4
+_MASKABLE = ("eager", "sdpa")
+
+
+class Tree(Proposal):
+    """
+    Proposals of which each continues the anchor or another one. The anchor is node 0, the proposals are nodes 1 to K,
+    in an order in which each comes after the node that it continues.
+
+    Attributes:
+        proposal_ids (`torch.LongTensor` of shape `[1, K]`): as of any proposal.
+        parents (`torch.LongTensor` of shape `[K]`): the node that each proposal continues.
+        paths (`torch.BoolTensor` of shape `[K + 1, K + 1]`): which nodes lead from the anchor to a node, both included.
+        depth (`int`): no path holds more proposals.
+    """
+
+    def __init__(
+        self,
+        proposal_ids: torch.LongTensor,
+        parents: torch.LongTensor,
+        depth: int,
+        finite: torch.Tensor | None = None,
+    ):
+        super().__init__(proposal_ids, finite=finite)
+        num_nodes = proposal_ids.shape[1] + 1
+        self.parents, self.depth = parents, min(depth, num_nodes - 1)
+        itself = torch.eye(num_nodes, dtype=torch.bool, device=parents.device)
+        before = torch.cat([parents.new_zeros(1), parents])
+        self.paths = itself
+        for _ in range(self.depth):
+            self.paths = itself | self.paths[before]
+
+
+def grow(
+    scorer: Scorer, hidden: torch.Tensor, anchor: torch.LongTensor, depth: int, size: int, schedule: Schedule
+) -> Tree:
+    """
+    The likeliest proposals of all paths through a block, by the draft's own probabilities.
+
+    Level by level: of all continuations of the nodes kept so far the likeliest are kept, half as many as the tree may
+    have; of all levels together, the `size` likeliest.
+
+    Args:
+        scorer (`Scorer`): of the two models.
+        hidden (`torch.Tensor` of shape `[1, B, H]`): from [`draft_hidden`].
+        anchor (`torch.LongTensor` of shape `[1, 1]`): the last committed token.
+        depth (`int`): the longest path, at most B with shifted labels, else B - 1.
+        size (`int`): the most proposals.
+        schedule (`Schedule`): may leave some of them out.
+    """
+    config, head = scorer.draft.config, scorer.head
+    first, breadth = 0 if config.shift_label else 1, math.ceil(size / 2)
+    hidden = hidden[:, first : first + depth]
+    base_logits, pool = scorer.base(hidden, _POOL)
+    begun = hidden if head is None else head.begin(hidden)
+    device = base_logits.device
+    peaks = [base_logits.amax()]
+
+    token_ids, prefix_state = anchor[:, 0], None
+    nodes, reached = torch.zeros(1, dtype=torch.long, device=device), torch.zeros(1, device=device)
+    all_ids, parents, scores, num_nodes = [], [], [], 1
+    for k in range(depth):
+        logits, places = base_logits[:, k], None if pool is None else pool[:, k]
+        if head is not None:
+            prefix_state = head.step(scorer.target.embed(token_ids).to(hidden.device), prefix_state)
+            if k >= config.pure_draft_prefix_len:
+                rows = len(prefix_state)
+                scored = None if places is None else places.to(hidden.device).expand(rows, -1)
+                logits = logits + head.correction(begun[:, k].expand(rows, -1), prefix_state, scored).to(logits)
+                peaks.append(logits.amax())
+        chances = logits.float().log_softmax(-1).nan_to_num(_LEAST).clamp(_LEAST, _MOST)
+        best = chances.topk(min(breadth, chances.shape[-1]), dim=-1)
+        likeliest = (reached[:, None] + best.values).flatten().topk(min(breadth, len(nodes) * best.values.shape[1]))
+        came_from = likeliest.indices // best.values.shape[1]
+        chosen = best.indices.expand(len(nodes), -1).flatten()[likeliest.indices]
+        token_ids = scorer.ids(chosen if places is None else places[0, chosen]).to(anchor.device)
+        if prefix_state is not None:
+            prefix_state = prefix_state[came_from.to(prefix_state.device)]
+        all_ids.append(token_ids)
+        parents.append(nodes[came_from])
+        scores.append(likeliest.values)
+        reached, nodes = likeliest.values, torch.arange(num_nodes, num_nodes + len(token_ids), device=device)
+        num_nodes += len(token_ids)
+
+    kept = torch.cat(scores).topk(min(size, num_nodes - 1))
+    index = kept.indices[: schedule.size_of(kept.values.exp())]
+    numbers = torch.zeros(num_nodes, dtype=torch.long, device=device)
+    numbers[index + 1] = torch.arange(1, len(index) + 1, device=device)
+    return Tree(
+        torch.cat(all_ids)[index.to(anchor.device)][None],
+        numbers[torch.cat(parents)[index]].to(anchor.device),
+        depth,
+        torch.isfinite(torch.stack(peaks)).all(),
+    )
+
+
+def path_taken(tree: Tree, choices: torch.LongTensor) -> tuple[torch.LongTensor, Proposal]:
+    """
+    What is left of a tree once the target has read it: the path along its own choices.
+
+    Args:
+        tree (`Tree`): K proposals.
+        choices (`torch.LongTensor` of shape `[K + 1]`): the target's, after each node.
+
+    Returns:
+        The nodes `[depth + 1]` of the path, the anchor first, and as a proposal the tokens along it. Where it ends
+        early, the nodes behind its end are any, and the tokens are none of the vocabulary's, which no choice can match.
+        The path is found where the tensors are, without waiting for the device.
+    """
+    stands = choices[tree.parents] == tree.proposal_ids[0]
+    stands = torch.cat([stands.new_ones(1), stands])
+    taken = (stands | ~tree.paths).all(-1)
+    path = taken.to(torch.uint8).argsort(descending=True, stable=True)[: tree.depth + 1]
+    token_ids = torch.where(taken[path[1:]], tree.proposal_ids[0, path[1:] - 1], -1)
+    return path, Proposal(token_ids[None], finite=tree.finite, seconds=tree.seconds)
+
+
+def with_tree(inputs: dict[str, Any], tree: Tree, past_length: int, dtype: torch.dtype) -> dict[str, Any]:
+    """
+    A target's arguments for anchor and proposals as if these followed one another, made into those for a tree: a mask
+    `[1, 1, K + 1, past_length + K + 1]` that is added to the attention's scores, and each node's position by its depth.
+    """
+    visible = tree.paths.new_ones(len(tree.paths), past_length)
+    if (mask := inputs.get("attention_mask")) is not None:
+        visible &= mask[:, :past_length].bool()
+    hidden = ~torch.cat([visible, tree.paths], dim=-1)
+    position_ids = inputs["position_ids"][:, :1] + tree.paths.sum(-1) - 1
+    added = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)
+    return {**inputs, "attention_mask": added[None, None], "position_ids": position_ids}
+
+
+def keep_path(cache: Cache, path: torch.LongTensor, num_nodes: int):
+    """Of the last `num_nodes` entries of a target's cache keep those of `path`, in its order."""
+    for layer in cache.layers:
+        if layer.is_initialized:
+            first = layer.keys.shape[2] - num_nodes
+            index = first + path.to(layer.keys.device)
+            for states in (layer.keys, layer.values):
+                states[:, :, first : first + len(path)] = states[:, :, index]
+    cache.crop(-(num_nodes - len(path)))
+
+
+def takes_trees(target: PreTrainedModel, cache: Cache, model_kwargs: dict[str, Any], anchor: torch.LongTensor) -> bool:
+    """Whether `target`, with this cache and these arguments, can read a tree; warns once where it cannot."""
+    if (
+        takes_any_position(target, model_kwargs)
+        and can_have_holes(cache)
+        and masks_by_visibility(target)
+        and _obeys_masks(target, anchor)
+    ):
+        return True
+    logger.warning_once(
+        f"{type(target).__name__} cannot read a tree of proposals here (`use_tree`), so the draft offers one after "
+        "another: a tree needs full attention in every layer ('eager' or 'sdpa'), a cache that grows, and one position "
+        "for each token."
+    )
+    return False
+
+
+# By target: for each of its attentions, whether it looks where a mask says.
+_obedience: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
+
+
+@torch.no_grad()
+def _obeys_masks(target: PreTrainedModel, anchor: torch.LongTensor) -> bool:
+    """
+    Whether a mask decides what a token of `target` sees, as asked of the target itself, once: a model may take a mask
+    and make its own all the same (ALiBi, code from elsewhere), and the output would not be its own any more.
+    """
+    attention = target.config.get_text_config(decoder=True)._attn_implementation
+    known = _obedience.setdefault(target, {})
+    if attention in _MASKABLE and attention not in known:
+        size = target.config.get_text_config(decoder=True).vocab_size
+        # Two tokens after the same one, neither of which may see the other.
+        others = anchor.new_tensor([[size // 3, size // 2]])
+        tree = Tree(others, anchor.new_zeros(2), 1)
+        block = torch.cat([anchor, others], dim=-1)
+        positions = torch.arange(3, device=anchor.device)[None]
+
+        def last_logits(input_ids, **arguments):
+            return target(input_ids, use_cache=False, return_dict=True, **arguments).logits[0, -1].float()
+
+        try:
+            masked = last_logits(block, **with_tree({"position_ids": positions}, tree, 0, target.dtype))
+        # Targets fail at a mask of this shape as variously as they are made.
+        except Exception:
+            known[attention] = False
+            return False
+        alone = last_logits(block[:, [0, 2]], position_ids=positions[:, :2])
+        # With a mask, or positions that do not rise would pass for another text's.
+        mask = torch.ones_like(block)
+        seeing = last_logits(block, attention_mask=mask, position_ids=positions.clamp(max=1))
+        known[attention] = bool((masked - alone).abs().max() <= 0.25 * (seeing - alone).abs().max())
+    return known.get(attention, False)
+
+
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
 """How does a block become output? Rounds of propose, verify, commit; each writes only what is final.
 
 The loop is ours and not the host's: the host's takes the draft's word on fewer things than a user may ask, and its
@@ -2806,18 +3077,19 @@ def check_supported(generation_config: GenerationConfig):
             raise ValueError(f"Generation with a Domino draft does not support {what}: {remedy}, or drop the draft.")
 
 
-def proposals_per_round(config: Any, generation_config: GenerationConfig) -> int:
+def proposals_per_round(config: Any, generation_config: GenerationConfig, in_tree: bool = False) -> int:
     """
-    How many tokens a round offers: `block_size - 1`, as the public engines do, unless the call says otherwise.
+    How many tokens in succession a round offers: `block_size - 1`, as the public engines do, unless the call says
+    otherwise.
 
     `num_assistant_tokens` bounds it. A draft with shifted labels has one proposal more to give, which a call gets by
-    asking for `block_size` of them. `generate` fills the option in where a user left it out, so its default counts as
-    left out.
+    asking for `block_size` of them, and a tree (`in_tree`) by itself, where it costs a node like any other. `generate`
+    fills the option in where a user left it out, so its default counts as left out.
     """
-    asked = asked_for(generation_config, "num_assistant_tokens")
+    asked, most = asked_for(generation_config, "num_assistant_tokens"), config.block_size - (not config.shift_label)
     if asked is None:
-        return config.block_size - 1
-    return max(0, min(asked, config.block_size - (0 if config.shift_label else 1)))
+        return most if in_tree else config.block_size - 1
+    return max(0, min(asked, most))
 
 
 def _check_cache(cache: Cache | None, target: PreTrainedModel) -> Cache:
@@ -2940,11 +3212,13 @@ class _Decoding:
         self.pace = self._pace(past_length + features.shape[1])
         # What the draft has not read yet.
         self.context = [self._first_context(features, past_length)]
+        self.tree_size = self._tree_size()
         self.schedule = Schedule(
             self.generation_config,
-            proposals_per_round(self.draft.config, self.generation_config),
+            proposals_per_round(self.draft.config, self.generation_config, in_tree=self.tree_size > 0),
             Experience.of(self.target, self.draft),
             self.pace.lockstep,
+            self.tree_size,
         )
         self.captured = self._captured_draft(self.num_rows)
         if self.captured is not None:
@@ -2995,6 +3269,25 @@ class _Decoding:
             features, real = features[:, real[0]], real[:, real[0]]
         return Context(features, real.sum(-1).tolist(), real)
 
+    def _tree_size(self) -> int:
+        """The most proposals of a round's tree; 0 where the draft was not told to have one, or this call has none."""
+        size = self.draft.tree_size
+        if (
+            size == 0
+            or self.num_rows > 1
+            # Which path is taken must be known of all nodes at once.
+            or self.do_sample
+            or self.logits_processor
+            or asked_for(self.generation_config, "assistant_confidence_threshold") is not None
+            # These are given for each token and key in turn, and other processes would not join the question below.
+            or self.record.hidden_states is not None
+            or self.record.attentions is not None
+            or self.synced_gpus
+            or not takes_trees(self.target, self.cache, self.model_kwargs, self.sequences.last())
+        ):
+            return 0
+        return size
+
     def _compiled_target(self) -> Callable | None:
         """
         The target compiled, where `generate` would compile plain decoding (a cache of fixed size, on a GPU).
@@ -3016,6 +3309,7 @@ class _Decoding:
             self.draft.capture_options is None
             or self.do_sample
             or self.logits_processor
+            or self.tree_size > 0
             or self.schedule.watches
             or self.schedule.num_proposals == 0
             or limit is None
@@ -3046,16 +3340,19 @@ class _Decoding:
         if budget <= 0:
             return Proposal(self.sequences.last().new_empty(len(self.sequences), 0))
         started = time.perf_counter()
-        self.sequences.reserve(budget + 1)
+        self.sequences.reserve(max(budget, self.tree_size) + 1)
         context, self.context = self.context, []
         anchor = self.sequences.last()
         if self.captured is not None and self.captured.takes(context, budget):
             proposal = self.captured.propose(self.draft_state, context[0], anchor)
         else:
             hidden = draft_hidden(self.draft, self.parts, self.draft_state, Context.joined(context), anchor)
-            proposal = rollout(
-                self.scorer, hidden, self.sequences, budget, self.draft_processors, self.do_sample, self.schedule
-            )
+            if self.tree_size > 0:
+                proposal = grow(self.scorer, hidden, anchor, budget, self.tree_size, self.schedule)
+            else:
+                proposal = rollout(
+                    self.scorer, hidden, self.sequences, budget, self.draft_processors, self.do_sample, self.schedule
+                )
         if self.pad_token_id is not None and any(self.stopped):
             # What ended rows will commit, so that the target reads what plain decoding has it read.
             ended = torch.tensor(self.stopped, device=proposal.proposal_ids.device)
@@ -3070,7 +3367,12 @@ class _Decoding:
         width = proposal.proposal_ids.shape[1] + 1
         outputs = self._target_pass(proposal)
         features = self.capture.take(self.draft.device)
-        logits = self._logits(outputs, width)
+        if isinstance(proposal, Tree):
+            path, proposal = path_taken(proposal, outputs.logits[0, -width:].argmax(-1).to(self.sequences.device))
+            features = features[:, path.to(features.device)]
+            keep_path(self.cache, path, width)
+            outputs.logits = outputs.logits[:, path.to(outputs.logits.device) - width]
+        logits = self._logits(outputs, proposal.proposal_ids.shape[1] + 1)
         verified = self._verify(proposal, logits, self.pace.lockstep)
         if not verified.finite:
             logger.warning_once(
@@ -3097,6 +3399,8 @@ class _Decoding:
         inputs = self.pace.inputs(self.sequences, proposal)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = proposal.proposal_ids.shape[1] + 1
+        if isinstance(proposal, Tree):
+            inputs = with_tree(inputs, proposal, self.cache.get_seq_length(), self.target.dtype)
         self.capture.clear()
         # Of fixed shape: passes of other widths, as where the limit is near, are too few to compile for.
         whole = proposal.proposal_ids.shape[1] == self.schedule.num_proposals
@@ -3449,6 +3753,8 @@ class DominoDecodingMixin:
     generation_config: GenerationConfig | None = None
     # Of `use_cuda_graphs`.
     capture_options: CaptureOptions | None = None
+    # Of `use_tree`.
+    tree_size = 0
 
     def assisted_decoding(
         self,
@@ -3565,6 +3871,31 @@ class DominoDecodingMixin:
                 logged when it is made.
         """
         self.capture_options = CaptureOptions(input_table) if enabled else None
+
+    def use_tree(self, num_proposals: int = 15):
+        """
+        Have greedy decoding of one text offer several continuations at once, as a tree of `num_proposals` proposals:
+        where the likeliest token is wrong, the next one may be right, and the same pass of the target goes on from it.
+        The output stays the target's own. It pays where a pass takes little longer for more tokens.
+
+        It serves calls with one row, without sampling and logits processors, on targets with full attention in every
+        layer (`"eager"` or `"sdpa"`) and a cache that grows; other calls go on as they are, and its rounds are not
+        replayed as CUDA graphs. `num_assistant_tokens` bounds how many proposals may follow one another (default: all
+        that a block gives), and with `num_assistant_tokens_schedule="heuristic"` a round offers as much of its tree as
+        pays. After SpecInfer (arXiv 2305.09781) and EAGLE-2 (arXiv 2406.16858).
+
+        Args:
+            num_proposals (`int`): of a tree; 0 goes back to proposals that follow one another.
+
+        Raises:
+            ValueError: when `num_proposals` is no number of proposals.
+        """
+        if type(num_proposals) is not int or num_proposals < 0:
+            raise ValueError(
+                f"`num_proposals` is {num_proposals!r}, but a tree has a whole number of proposals: 15, say, or 0 to "
+                "have none."
+            )
+        self.tree_size = num_proposals
 
     def validate_assisted_decoding(self, target: PreTrainedModel, generation_config: GenerationConfig):
         """What `generate` asks before it prepares anything: does this draft fit this target and these options?"""

@@ -1,0 +1,224 @@
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What if the likeliest token is wrong? A tree of proposals in one pass: the target takes the path that it would write.
+
+Verifying several continuations of a text at once is tree attention (SpecInfer, arXiv 2305.09781); that the draft's own
+confidence decides which nodes a tree has is from EAGLE-2 (arXiv 2406.16858). Here the head makes it cheap: the hidden
+states of a block serve all paths through it, and only the prefix state is a path's own.
+"""
+
+import math
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.utils import logging
+
+from .cache import can_have_holes
+from .pace import masks_by_visibility, takes_any_position
+from .schedule import Schedule
+from .scorer import Scorer
+from .sequences import Proposal
+
+logger = logging.get_logger(__name__)
+
+# Candidates at each position: which nodes a tree has needs no more, and the target has the last word.
+_POOL = 256
+# Log probabilities of a step. Each is below zero, so that a node always comes after the one that it continues, and none
+# so low that the sum of a block's would lose the difference.
+_LEAST, _MOST = -20.0, -1e-4
+_MASKABLE = ("eager", "sdpa")
+
+
+class Tree(Proposal):
+    """
+    Proposals of which each continues the anchor or another one. The anchor is node 0, the proposals are nodes 1 to K,
+    in an order in which each comes after the node that it continues.
+
+    Attributes:
+        proposal_ids (`torch.LongTensor` of shape `[1, K]`): as of any proposal.
+        parents (`torch.LongTensor` of shape `[K]`): the node that each proposal continues.
+        paths (`torch.BoolTensor` of shape `[K + 1, K + 1]`): which nodes lead from the anchor to a node, both included.
+        depth (`int`): no path holds more proposals.
+    """
+
+    def __init__(
+        self,
+        proposal_ids: torch.LongTensor,
+        parents: torch.LongTensor,
+        depth: int,
+        finite: torch.Tensor | None = None,
+    ):
+        super().__init__(proposal_ids, finite=finite)
+        num_nodes = proposal_ids.shape[1] + 1
+        self.parents, self.depth = parents, min(depth, num_nodes - 1)
+        itself = torch.eye(num_nodes, dtype=torch.bool, device=parents.device)
+        before = torch.cat([parents.new_zeros(1), parents])
+        self.paths = itself
+        for _ in range(self.depth):
+            self.paths = itself | self.paths[before]
+
+
+def grow(
+    scorer: Scorer, hidden: torch.Tensor, anchor: torch.LongTensor, depth: int, size: int, schedule: Schedule
+) -> Tree:
+    """
+    The likeliest proposals of all paths through a block, by the draft's own probabilities.
+
+    Level by level: of all continuations of the nodes kept so far the likeliest are kept, half as many as the tree may
+    have; of all levels together, the `size` likeliest.
+
+    Args:
+        scorer (`Scorer`): of the two models.
+        hidden (`torch.Tensor` of shape `[1, B, H]`): from [`draft_hidden`].
+        anchor (`torch.LongTensor` of shape `[1, 1]`): the last committed token.
+        depth (`int`): the longest path, at most B with shifted labels, else B - 1.
+        size (`int`): the most proposals.
+        schedule (`Schedule`): may leave some of them out.
+    """
+    config, head = scorer.draft.config, scorer.head
+    first, breadth = 0 if config.shift_label else 1, math.ceil(size / 2)
+    hidden = hidden[:, first : first + depth]
+    base_logits, pool = scorer.base(hidden, _POOL)
+    begun = hidden if head is None else head.begin(hidden)
+    device = base_logits.device
+    peaks = [base_logits.amax()]
+
+    token_ids, prefix_state = anchor[:, 0], None
+    nodes, reached = torch.zeros(1, dtype=torch.long, device=device), torch.zeros(1, device=device)
+    all_ids, parents, scores, num_nodes = [], [], [], 1
+    for k in range(depth):
+        logits, places = base_logits[:, k], None if pool is None else pool[:, k]
+        if head is not None:
+            prefix_state = head.step(scorer.target.embed(token_ids).to(hidden.device), prefix_state)
+            if k >= config.pure_draft_prefix_len:
+                rows = len(prefix_state)
+                scored = None if places is None else places.to(hidden.device).expand(rows, -1)
+                logits = logits + head.correction(begun[:, k].expand(rows, -1), prefix_state, scored).to(logits)
+                peaks.append(logits.amax())
+        chances = logits.float().log_softmax(-1).nan_to_num(_LEAST).clamp(_LEAST, _MOST)
+        best = chances.topk(min(breadth, chances.shape[-1]), dim=-1)
+        likeliest = (reached[:, None] + best.values).flatten().topk(min(breadth, len(nodes) * best.values.shape[1]))
+        came_from = likeliest.indices // best.values.shape[1]
+        chosen = best.indices.expand(len(nodes), -1).flatten()[likeliest.indices]
+        token_ids = scorer.ids(chosen if places is None else places[0, chosen]).to(anchor.device)
+        if prefix_state is not None:
+            prefix_state = prefix_state[came_from.to(prefix_state.device)]
+        all_ids.append(token_ids)
+        parents.append(nodes[came_from])
+        scores.append(likeliest.values)
+        reached, nodes = likeliest.values, torch.arange(num_nodes, num_nodes + len(token_ids), device=device)
+        num_nodes += len(token_ids)
+
+    kept = torch.cat(scores).topk(min(size, num_nodes - 1))
+    index = kept.indices[: schedule.size_of(kept.values.exp())]
+    numbers = torch.zeros(num_nodes, dtype=torch.long, device=device)
+    numbers[index + 1] = torch.arange(1, len(index) + 1, device=device)
+    return Tree(
+        torch.cat(all_ids)[index.to(anchor.device)][None],
+        numbers[torch.cat(parents)[index]].to(anchor.device),
+        depth,
+        torch.isfinite(torch.stack(peaks)).all(),
+    )
+
+
+def path_taken(tree: Tree, choices: torch.LongTensor) -> tuple[torch.LongTensor, Proposal]:
+    """
+    What is left of a tree once the target has read it: the path along its own choices.
+
+    Args:
+        tree (`Tree`): K proposals.
+        choices (`torch.LongTensor` of shape `[K + 1]`): the target's, after each node.
+
+    Returns:
+        The nodes `[depth + 1]` of the path, the anchor first, and as a proposal the tokens along it. Where it ends
+        early, the nodes behind its end are any, and the tokens are none of the vocabulary's, which no choice can match.
+        The path is found where the tensors are, without waiting for the device.
+    """
+    stands = choices[tree.parents] == tree.proposal_ids[0]
+    stands = torch.cat([stands.new_ones(1), stands])
+    taken = (stands | ~tree.paths).all(-1)
+    path = taken.to(torch.uint8).argsort(descending=True, stable=True)[: tree.depth + 1]
+    token_ids = torch.where(taken[path[1:]], tree.proposal_ids[0, path[1:] - 1], -1)
+    return path, Proposal(token_ids[None], finite=tree.finite, seconds=tree.seconds)
+
+
+def with_tree(inputs: dict[str, Any], tree: Tree, past_length: int, dtype: torch.dtype) -> dict[str, Any]:
+    """
+    A target's arguments for anchor and proposals as if these followed one another, made into those for a tree: a mask
+    `[1, 1, K + 1, past_length + K + 1]` that is added to the attention's scores, and each node's position by its depth.
+    """
+    visible = tree.paths.new_ones(len(tree.paths), past_length)
+    if (mask := inputs.get("attention_mask")) is not None:
+        visible &= mask[:, :past_length].bool()
+    hidden = ~torch.cat([visible, tree.paths], dim=-1)
+    position_ids = inputs["position_ids"][:, :1] + tree.paths.sum(-1) - 1
+    added = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)
+    return {**inputs, "attention_mask": added[None, None], "position_ids": position_ids}
+
+
+def keep_path(cache: Cache, path: torch.LongTensor, num_nodes: int):
+    """Of the last `num_nodes` entries of a target's cache keep those of `path`, in its order."""
+    for layer in cache.layers:
+        if layer.is_initialized:
+            first = layer.keys.shape[2] - num_nodes
+            index = first + path.to(layer.keys.device)
+            for states in (layer.keys, layer.values):
+                states[:, :, first : first + len(path)] = states[:, :, index]
+    cache.crop(-(num_nodes - len(path)))
+
+
+def takes_trees(target: PreTrainedModel, cache: Cache, model_kwargs: dict[str, Any], anchor: torch.LongTensor) -> bool:
+    """Whether `target`, with this cache and these arguments, can read a tree; warns once where it cannot."""
+    if (
+        takes_any_position(target, model_kwargs)
+        and can_have_holes(cache)
+        and masks_by_visibility(target)
+        and _obeys_masks(target, anchor)
+    ):
+        return True
+    logger.warning_once(
+        f"{type(target).__name__} cannot read a tree of proposals here (`use_tree`), so the draft offers one after "
+        "another: a tree needs full attention in every layer ('eager' or 'sdpa'), a cache that grows, and one position "
+        "for each token."
+    )
+    return False
+
+
+# By target: for each of its attentions, whether it looks where a mask says.
+_obedience: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
+
+
+@torch.no_grad()
+def _obeys_masks(target: PreTrainedModel, anchor: torch.LongTensor) -> bool:
+    """
+    Whether a mask decides what a token of `target` sees, as asked of the target itself, once: a model may take a mask
+    and make its own all the same (ALiBi, code from elsewhere), and the output would not be its own any more.
+    """
+    attention = target.config.get_text_config(decoder=True)._attn_implementation
+    known = _obedience.setdefault(target, {})
+    if attention in _MASKABLE and attention not in known:
+        size = target.config.get_text_config(decoder=True).vocab_size
+        # Two tokens after the same one, neither of which may see the other.
+        others = anchor.new_tensor([[size // 3, size // 2]])
+        tree = Tree(others, anchor.new_zeros(2), 1)
+        block = torch.cat([anchor, others], dim=-1)
+        positions = torch.arange(3, device=anchor.device)[None]
+
+        def last_logits(input_ids, **arguments):
+            return target(input_ids, use_cache=False, return_dict=True, **arguments).logits[0, -1].float()
+
+        try:
+            masked = last_logits(block, **with_tree({"position_ids": positions}, tree, 0, target.dtype))
+        # Targets fail at a mask of this shape as variously as they are made.
+        except Exception:
+            known[attention] = False
+            return False
+        alone = last_logits(block[:, [0, 2]], position_ids=positions[:, :2])
+        # With a mask, or positions that do not rise would pass for another text's.
+        mask = torch.ones_like(block)
+        seeing = last_logits(block, attention_mask=mask, position_ids=positions.clamp(max=1))
+        known[attention] = bool((masked - alone).abs().max() <= 0.25 * (seeing - alone).abs().max())
+    return known.get(attention, False)
