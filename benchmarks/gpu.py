@@ -6,9 +6,10 @@
     PYTHONPATH=benchmarks python benchmarks/gpu.py --shape tiny --device cpu  # tries the script, says nothing
 
 First the head's kernels are held against plain torch. Then one prompt, and eight, are answered: plain, plain compiled
-with a static cache, by the paper's loop (`paper_loop.py`, one sequence), by ours, and by ours with the draft phase in a
-CUDA graph. Random weights accept nothing, so that each round is told how many tokens to commit: a pattern with the mean
-of `--acceptance-length`. 4.70 is the length that the paper's first figure gives for Qwen3-8B with a block of 16, at
+with a static cache, by the paper's loop (`paper_loop.py`, one sequence), by ours, by ours with the draft phase in a CUDA
+graph, and by ours with a tree of `--tree` proposals (one sequence). Random weights accept nothing, so that each round is
+told how many tokens to commit: a pattern with the mean of `--acceptance-length`, also for trees, whose way shows what
+they cost and not what they gain. 4.70 is the length that the paper's first figure gives for Qwen3-8B with a block of 16, at
 3.84 times the speed of plain decoding; its best task has 5.49 times.
 
 Every way runs by turns, `--repeats` times. A round is also split, by clocks on the modules: the head's share is what is
@@ -78,7 +79,8 @@ SHAPES = {
         },
     },
 }
-PLAIN, COMPILED, PAPER, OURS, GRAPHS = "plain", "plain, compiled", "paper's loop", "ours", "ours, graphs"
+PLAIN, COMPILED, PAPER = "plain", "plain, compiled", "paper's loop"
+OURS, GRAPHS, TREE = "ours", "ours, graphs", "ours, tree"
 
 
 def make_pair(shape: str, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, DominoDraftModel]:
@@ -126,7 +128,9 @@ def forced_acceptance(mean: float) -> Iterator[None]:
         tokens = tokens or pattern(mean, width)
         room = criteria.max_length - max(sequences.lengths)
         count = min(next(tokens), width, room)
-        sequences.put_block(torch.cat([proposal.proposal_ids, logits[:, -1:].argmax(-1)], dim=1))
+        # A tree's path has no tokens behind its end.
+        offered = proposal.proposal_ids.clamp(min=0)
+        sequences.put_block(torch.cat([offered, logits[:, -1:].argmax(-1)], dim=1))
         return Verification(
             [count] * len(sequences), [count == room] * len(sequences), [count < width] * len(sequences), found.finite
         )
@@ -183,17 +187,26 @@ def ways(target, draft, args) -> dict[str, object]:
         accept = (tokens - 1 for tokens in pattern(args.acceptance_length, draft.config.block_size))
         return paper_generate(target, draft, ids, args.max_new_tokens, accept)[0].shape[1] - ids.shape[1]
 
-    def ours(ids, graphs=False):
+    def ours(ids, graphs=False, tree=0):
         draft.use_cuda_graphs(graphs)
+        draft.use_tree(tree)
         with forced_acceptance(args.acceptance_length):
             return target.generate(ids, assistant_model=draft, **length).shape[1] - ids.shape[1]
 
-    return {PLAIN: plain, COMPILED: compiled, PAPER: paper, OURS: ours, GRAPHS: lambda ids: ours(ids, graphs=True)}
+    return {
+        PLAIN: plain,
+        COMPILED: compiled,
+        PAPER: paper,
+        OURS: ours,
+        GRAPHS: lambda ids: ours(ids, graphs=True),
+        TREE: lambda ids: ours(ids, tree=args.tree),
+    }
 
 
 def split(target, draft, ids, args) -> dict[str, float]:
     """Milliseconds of a round of ours by part, without graphs, from a call of its own."""
     draft.use_cuda_graphs(False)
+    draft.use_tree(0)
     clocks = Clocks(target=target, backbone=draft, head=target.get_output_embeddings())
     with clocks.running() as calls, forced_acceptance(args.acceptance_length):
         seconds = target.generate(
@@ -217,6 +230,7 @@ def main(arguments: list[str] | None = None):
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--acceptance-length", type=float, default=4.7)
+    parser.add_argument("--tree", type=int, default=31)
     parser.add_argument("--prompt-length", type=int, default=128)
     parser.add_argument("--max-new-tokens", type=int, default=192)
     parser.add_argument("--repeats", type=int, default=3)
@@ -233,7 +247,8 @@ def main(arguments: list[str] | None = None):
         ids = torch.randint(draft.config.vocab_size - 1, (num_rows, args.prompt_length), device=args.device)
         named = ways(target, draft, args)
         if num_rows > 1:
-            named.pop(PAPER)
+            for name in (PAPER, TREE):
+                named.pop(name)
         rates: dict[str, list[float]] = {name: [] for name in named}
         # The first turn warms up: kernels are compiled, graphs captured.
         for turn, (name, run) in itertools.product(range(args.repeats + 1), named.items()):

@@ -49,6 +49,7 @@ _SETTINGS = (
     "dtype",
     "device",
     "repeats",
+    "tree",
     "threads",
 )
 
@@ -465,6 +466,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_prompt_arguments(parser)
     parser.add_argument("--max-new-tokens", type=positive_int, default=128, help="per answer (default: %(default)s)")
     parser.add_argument("--repeats", type=positive_int, default=1, help="calls of each run (default: %(default)s)")
+    parser.add_argument(
+        "--tree",
+        type=positive_int,
+        default=0,
+        metavar="N",
+        help="have each round offer a tree of N proposals, as `draft.use_tree(N)` does (default: proposals in a row)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -482,6 +490,7 @@ def run(args: argparse.Namespace) -> int:
     """
     prompts = open_prompts(args)
     target, tokenizer, draft, template = open_pair(args)
+    draft.use_tree(args.tree)
     device = target.device
 
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")

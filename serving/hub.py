@@ -211,8 +211,10 @@ def _measured(bench: Mapping[str, Any] | None) -> str:
             lines.append(f"| {' | '.join([name, *cells])} |")
         same = f"{bench['overall']['runs']['domino']['identical']} of {bench['overall']['prompts']}"
         where = machine["gpu"] or f"{machine['cores']} cores of {machine['cpu']}"
+        # Files of before it could be asked for have no such entry.
+        tree = f"trees of {settings['tree']} proposals, " if settings.get("tree") else ""
         conditions = (
-            f"{settings['dtype']}, at most {settings['max_new_tokens']} new tokens; {same} answers identical to plain "
+            f"{tree}{settings['dtype']}, at most {settings['max_new_tokens']} new tokens; {same} answers identical to plain "
             f"generation. {where}, torch {versions['torch']}, transformers {versions['transformers']}; "
             f"`{bench['command']}`."
         )

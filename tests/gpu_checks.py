@@ -33,8 +33,9 @@ LENGTHS, NEW_TOKENS = [9, 4, 13, 30], 40
 SPOILED = [{12, 20}, set(), {15, 30}, {40, 41, 50}]
 
 
-def compare(target, draft_device, lengths=LENGTHS, draft_dtype=None, ties=False, **options) -> float:
-    """Run `target` plain and with a draft on `draft_device`; returns the acceptance length."""
+def compare(target, draft_device, lengths=LENGTHS, draft_dtype=None, ties=False, tree=0, **options) -> float:
+    """Run `target` plain and with a draft on `draft_device`, with a tree of proposals or not; returns the acceptance
+    length."""
     device = target.get_input_embeddings().weight.device
     inputs = {name: tensor.to(device) for name, tensor in padded_batch(lengths, seed=3).items()}
     calls = {**inputs, **options, "max_new_tokens": NEW_TOKENS, "pad_token_id": MASK_TOKEN}
@@ -45,6 +46,7 @@ def compare(target, draft_device, lengths=LENGTHS, draft_dtype=None, ties=False,
     draft = make_draft(target, attn_implementation="sdpa", dtype=draft_dtype)
     local = copy.deepcopy(target).cpu() if device.type != "cpu" else target
     draft = GoodBatchDraft.following(draft.cpu(), local, texts, SPOILED[: len(lengths)]).to(draft_device)
+    draft.use_tree(tree)
     output = target.generate(**calls, assistant_model=draft, return_dict_in_generate=True)
     for row, length in enumerate(lengths):
         ours, theirs = output.sequences[row : row + 1], plain[row : row + 1]
@@ -105,6 +107,12 @@ def checks(device: str, folder: Path) -> dict:
         if device == "cpu"
         else lambda: compare(target_on(device), device, cache_implementation="offloaded"),
         "adaptive draft length": lambda: compare(target_on(device), device, num_assistant_tokens_schedule="heuristic"),
+        "tree": lambda: compare(target_on(device), device, [9], tree=15),
+        "tree, draft on the CPU": lambda: compare(target_on(device), "cpu", [9], tree=15),
+        "tree, target on two devices": lambda: compare(
+            spread_target(device, folder), device, [9], tree=15, ties=True
+        ),
+        "tree, bfloat16": lambda: compare(target_on(device, torch.bfloat16), device, [9], tree=15, ties=True),
         "draft phase in a graph": lambda: compare_captured(target_on(device), 1, False),
         "draft phase in a graph, batch, float32": lambda: compare_captured(target_on(device, torch.float32), 4, False),
         "draft phase in a graph, table, float32": lambda: compare_captured(target_on(device, torch.float32), 1, True),

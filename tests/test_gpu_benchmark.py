@@ -49,9 +49,9 @@ def test_it_runs_end_to_end(monkeypatch, tmp_path, capsys):
     sizes = ["--batch-sizes", "1", "2", "--prompt-length", "8", "--max-new-tokens", "16", "--repeats", "1"]
     gpu.main(["--shape", "tiny", "--device", "cpu", "--dtype", "float32", *sizes, "--output", str(output)])
     found = json.loads(output.read_text())["batches"]
-    ways = [gpu.PLAIN, gpu.COMPILED, gpu.PAPER, gpu.OURS, gpu.GRAPHS]
+    ways = [gpu.PLAIN, gpu.COMPILED, gpu.PAPER, gpu.OURS, gpu.GRAPHS, gpu.TREE]
     assert list(found["1"]["tokens_per_second"]) == ways
-    assert list(found["2"]["tokens_per_second"]) == [way for way in ways if way != gpu.PAPER]
+    assert list(found["2"]["tokens_per_second"]) == [way for way in ways if way not in (gpu.PAPER, gpu.TREE)]
     assert all(rate > 0 for batch in found.values() for rates in batch["tokens_per_second"].values() for rate in rates)
     assert phases, "nothing was captured"
     printed = capsys.readouterr().out

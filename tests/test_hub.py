@@ -94,6 +94,10 @@ def test_numbers_stand_with_their_conditions(folder):
     assert "| proposal | 1 | 2 | 3 |\n|---|---|---|---|\n| head | 0.50 | 0.50 | 1.00 |" in text
     for condition in ("float32", "at most 128 new tokens", "7 of 8 answers", "2 cores of Some CPU", "torch 2.13.0"):
         assert condition in text, condition
+    assert "trees of" not in text
+    results = bench_results()
+    results["settings"]["tree"] = 7
+    assert "Greedy, trees of 7 proposals, float32" in hub.model_card(folder, BASE, bench=results).text
 
 
 def test_training_is_told_from_what_training_left(folder):
