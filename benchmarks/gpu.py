@@ -6,11 +6,11 @@
     PYTHONPATH=benchmarks python benchmarks/gpu.py --shape tiny --device cpu  # tries the script, says nothing
 
 First the head's kernels are held against plain torch. Then one prompt, and eight, are answered: plain, plain compiled
-with a static cache, by the paper's loop (`paper_loop.py`, one sequence), by ours, by ours with the draft phase in a CUDA
-graph, and by ours with a tree of `--tree` proposals (one sequence). Random weights accept nothing, so that each round is
-told how many tokens to commit: a pattern with the mean of `--acceptance-length`, also for trees, whose way shows what
-they cost and not what they gain. 4.70 is the length that the paper's first figure gives for Qwen3-8B with a block of 16, at
-3.84 times the speed of plain decoding; its best task has 5.49 times.
+with a static cache, by the paper's loop (`paper_loop.py`, one sequence), by ours, by ours with the draft phase in a
+CUDA graph, and by ours with a tree of `--tree` proposals (one sequence). Random weights accept nothing, so that each
+round is told how many tokens to commit: a pattern with the mean of `--acceptance-length`, trees included, so that their
+way shows what they cost and not what they gain. 4.70 is the length that the paper's first figure gives for Qwen3-8B
+with a block of 16, at 3.84 times the speed of plain decoding; its best task has 5.49 times.
 
 Every way runs by turns, `--repeats` times. A round is also split, by clocks on the modules: the head's share is what is
 left of drafting without the backbone and the output head. About six minutes on an H200, two of them to make the target.

@@ -112,6 +112,11 @@ def ways(
             raise ValueError("it makes its own cache, which grows")
         return paper_generate(target, draft, input_ids, max_new_tokens)[0], {}
 
+    def in_tree(**inputs) -> Answer:
+        if cache:
+            raise ValueError("its cache must grow")
+        return generate(tree=tree_size, assistant_model=draft)(**inputs)
+
     head_off = {"custom_generate": draft.decode, "use_head": False}
     return {
         PLAIN: generate(),
@@ -120,7 +125,7 @@ def ways(
         DFLASH: generate(**head_off),
         DOMINO: generate(assistant_model=draft),
         SCHEDULE: generate(assistant_model=draft, num_assistant_tokens_schedule="heuristic"),
-        TREE: generate(tree=tree_size, assistant_model=draft),
+        TREE: in_tree,
         STOCK_UNSHIFTED: generate(assistant_model=unshifted, speculation_type="dflash"),
         UNSHIFTED: generate(custom_generate=unshifted.decode, use_head=False),
     }

@@ -198,11 +198,14 @@ class DominoDecodingMixin:
         where the likeliest token is wrong, the next one may be right, and the same pass of the target goes on from it.
         The output stays the target's own. It pays where a pass takes little longer for more tokens.
 
-        It serves calls with one row, without sampling and logits processors, on targets with full attention in every
-        layer (`"eager"` or `"sdpa"`) and a cache that grows; other calls go on as they are, and its rounds are not
-        replayed as CUDA graphs. `num_assistant_tokens` bounds how many proposals may follow one another (default: all
-        that a block gives), and with `num_assistant_tokens_schedule="heuristic"` a round offers as much of its tree as
-        pays. After SpecInfer (arXiv 2305.09781) and EAGLE-2 (arXiv 2406.16858).
+        It serves calls with one row, without sampling, logits processors, `assistant_confidence_threshold`, hidden
+        states and attentions in the output, and sharing among processes, on targets with full attention in every layer
+        (`"eager"` or `"sdpa"`) and a cache that grows; other calls go on as they are. Its rounds are not replayed as
+        CUDA graphs. A target is asked once, by three passes over a few tokens, whether it obeys masks.
+
+        `num_assistant_tokens` bounds how many proposals may follow one another (default: all that a block gives), and
+        with `num_assistant_tokens_schedule="heuristic"` a round offers as much of its tree as pays. After SpecInfer
+        (arXiv 2305.09781) and EAGLE-2 (arXiv 2406.16858).
 
         Args:
             num_proposals (`int`): of a tree; 0 goes back to proposals that follow one another.

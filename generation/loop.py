@@ -93,8 +93,8 @@ def proposals_per_round(config: Any, generation_config: GenerationConfig, in_tre
     otherwise.
 
     `num_assistant_tokens` bounds it. A draft with shifted labels has one proposal more to give, which a call gets by
-    asking for `block_size` of them, and a tree (`in_tree`) by itself, where it costs a node like any other. `generate`
-    fills the option in where a user left it out, so its default counts as left out.
+    asking for `block_size` of them; a tree (`in_tree`) has it without being asked. `generate` fills the option in where
+    a user left it out, so its default counts as left out.
     """
     asked, most = asked_for(generation_config, "num_assistant_tokens"), config.block_size - (not config.shift_label)
     if asked is None:
@@ -288,12 +288,13 @@ class _Decoding:
             # Which path is taken must be known of all nodes at once.
             or self.do_sample
             or self.logits_processor
+            # It ends a row of proposals.
             or asked_for(self.generation_config, "assistant_confidence_threshold") is not None
             # These are given for each token and key in turn, and other processes would not join the question below.
             or self.record.hidden_states is not None
             or self.record.attentions is not None
             or self.synced_gpus
-            or not takes_trees(self.target, self.cache, self.model_kwargs, self.sequences.last())
+            or not takes_trees(self.target, self.cache, self.model_kwargs, self.sequences.device)
         ):
             return 0
         return size
@@ -350,7 +351,7 @@ class _Decoding:
         if budget <= 0:
             return Proposal(self.sequences.last().new_empty(len(self.sequences), 0))
         started = time.perf_counter()
-        self.sequences.reserve(max(budget, self.tree_size) + 1)
+        self.sequences.reserve(budget + 1)
         context, self.context = self.context, []
         anchor = self.sequences.last()
         if self.captured is not None and self.captured.takes(context, budget):
@@ -367,7 +368,8 @@ class _Decoding:
             # What ended rows will commit, so that the target reads what plain decoding has it read.
             ended = torch.tensor(self.stopped, device=proposal.proposal_ids.device)
             proposal.proposal_ids = torch.where(ended[:, None], self.pad_token_id, proposal.proposal_ids)
-        self.sequences.put_block(proposal.proposal_ids)
+        if not isinstance(proposal, Tree):
+            self.sequences.put_block(proposal.proposal_ids)
         proposal.seconds = time.perf_counter() - started
         return proposal
 
@@ -406,11 +408,13 @@ class _Decoding:
         self.cache.crop(-1)
 
     def _target_pass(self, proposal: Proposal):
-        inputs = self.pace.inputs(self.sequences, proposal)
+        if isinstance(proposal, Tree):
+            anchor = self.pace.inputs(self.sequences, Proposal(proposal.proposal_ids[:, :0]))
+            inputs = with_tree(anchor, proposal, self.cache.get_seq_length(), self.target.dtype)
+        else:
+            inputs = self.pace.inputs(self.sequences, proposal)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = proposal.proposal_ids.shape[1] + 1
-        if isinstance(proposal, Tree):
-            inputs = with_tree(inputs, proposal, self.cache.get_seq_length(), self.target.dtype)
         self.capture.clear()
         # Of fixed shape: passes of other widths, as where the limit is near, are too few to compile for.
         whole = proposal.proposal_ids.shape[1] == self.schedule.num_proposals

@@ -102,7 +102,7 @@ class Experience:
             if self._expected > _REMEMBERED:
                 self._accepted, self._expected = self._accepted / 2, self._expected / 2
 
-    def candour(self) -> float:
+    def trust(self) -> float:
         """What the draft's confidences in the proposals of trees are to be multiplied by."""
         return (self._accepted + 4) / (self._expected + 4)
 
@@ -125,8 +125,8 @@ def _between(known: list[tuple[int, float]], width: int, hopeful: bool) -> float
     """Seconds at `width`, on the line through the nearest two of `known` widths, sorted, or as the lower of the two."""
     after = min(max(bisect.bisect_left(known, (width, 0.0)), 1), len(known) - 1)
     (low, low_seconds), (high, high_seconds) = known[after - 1], known[after]
-    if hopeful and low < width < high:
-        return min(low_seconds, high_seconds)
+    if hopeful and low < width != high:
+        return high_seconds if width > high else min(low_seconds, high_seconds)
     seconds = low_seconds + (width - low) * (high_seconds - low_seconds) / (high - low)
     # Beyond what is known, wider is never quicker, nor narrower slower.
     return max(seconds, high_seconds) if width > high else min(seconds, low_seconds) if width < low else seconds
@@ -163,11 +163,10 @@ class Schedule:
 
     Args:
         generation_config (`GenerationConfig`): read for the two options above.
-        num_proposals (`int`): the most that a round may offer.
+        num_proposals (`int`): the most that may follow one another in a round.
         experience (`Experience`): with the pair of models.
         lockstep (`bool`): whether a proposal counts only where all rows take theirs.
-        tree_size (`int`): the most proposals of a round where they form a tree, of which `num_proposals` can be taken;
-            0 where they follow one another.
+        tree_size (`int`): the most proposals of a round where they form a tree; 0 where they follow one another.
     """
 
     def __init__(
@@ -179,7 +178,7 @@ class Schedule:
         tree_size: int = 0,
     ):
         self.num_proposals, self.experience, self.lockstep = num_proposals, experience, lockstep
-        self._widest = tree_size or num_proposals
+        self._in_tree, self._widest = tree_size > 0, tree_size or num_proposals
         self.threshold = asked_for(generation_config, "assistant_confidence_threshold")
         self.adapts = asked_for(generation_config, "num_assistant_tokens_schedule") in (
             "heuristic",
@@ -200,14 +199,18 @@ class Schedule:
         """Whether `is_worth` and `goes_on` must be asked."""
         return self.adapts or self.threshold is not None
 
+    @property
+    def _explores(self) -> bool:
+        return self._round % _EXPLORE_EVERY == 1
+
     def budget(self, num_rows: int) -> int:
-        """How many proposals this round may offer; 0 leaves the draft out of it."""
+        """How many proposals may follow one another in this round; 0 leaves the draft out of it."""
         self._round += 1
         self._confidences, self._reach, self._expected = [], [1.0] * num_rows, 0.0
         if not self.adapts:
             return self.num_proposals
         widths = [num_rows * (n + 1) for n in range(self._widest + 1)]
-        self._costs = self.experience.pass_seconds(widths, hopeful=self._widest > self.num_proposals)
+        self._costs = self.experience.pass_seconds(widths, hopeful=self._in_tree)
         if self._costs is None:
             # Two widths must be known: wider and bare passes take turns. For many rows a little wider is enough.
             return max(1, self.num_proposals // num_rows) if self._round % 2 else 0
@@ -215,7 +218,7 @@ class Schedule:
         self._worth = self._costs[0] / num_rows
         if self._tokens:
             self._worth = min(self._worth, (time.perf_counter() - self._started) / self._tokens)
-        if self._round % _EXPLORE_EVERY == 1 or self.experience.pays(num_rows, self._worth):
+        if self._explores or self.experience.pays(num_rows, self._worth):
             return self.num_proposals
         return 0
 
@@ -244,13 +247,13 @@ class Schedule:
         """How many proposals of a tree to offer, of which the draft gives these `chances` `[K]`, from high to low."""
         if not self.adapts:
             return len(chances)
-        candour, size, gain, best = self.experience.candour(), 0, 0.0, 0.0
+        trust, size, gain, best = self.experience.trust(), 0, 0.0, 0.0
         confidences = chances.tolist()
-        if self._costs is None:
+        if self._costs is None or self._explores:
             size = len(confidences)
         else:
             for number, confidence in enumerate(confidences, start=1):
-                gain += confidence * candour
+                gain += confidence * trust
                 saved = gain * self._worth - (self._costs[number] - self._costs[0])
                 if saved > best:
                     size, best = number, saved

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from .cache import can_have_holes
+from .context import vocabulary_size
 from .pace import masks_by_visibility, takes_any_position
 from .schedule import Schedule
 from .scorer import Scorer
@@ -41,7 +42,7 @@ class Tree(Proposal):
         proposal_ids (`torch.LongTensor` of shape `[1, K]`): as of any proposal.
         parents (`torch.LongTensor` of shape `[K]`): the node that each proposal continues.
         paths (`torch.BoolTensor` of shape `[K + 1, K + 1]`): which nodes lead from the anchor to a node, both included.
-        depth (`int`): no path holds more proposals.
+        depth (`int`): no path holds more proposals; K at most.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Tree(Proposal):
     ):
         super().__init__(proposal_ids, finite=finite)
         num_nodes = proposal_ids.shape[1] + 1
-        self.parents, self.depth = parents, min(depth, num_nodes - 1)
+        self.parents, self.depth = parents, depth
         itself = torch.eye(num_nodes, dtype=torch.bool, device=parents.device)
         before = torch.cat([parents.new_zeros(1), parents])
         self.paths = itself
@@ -68,7 +69,7 @@ def grow(
     The likeliest proposals of all paths through a block, by the draft's own probabilities.
 
     Level by level: of all continuations of the nodes kept so far the likeliest are kept, half as many as the tree may
-    have; of all levels together, the `size` likeliest.
+    have, since a tree of one level is rarely the likeliest; of all levels together, the `size` likeliest.
 
     Args:
         scorer (`Scorer`): of the two models.
@@ -79,7 +80,9 @@ def grow(
         schedule (`Schedule`): may leave some of them out.
     """
     config, head = scorer.draft.config, scorer.head
-    first, breadth = 0 if config.shift_label else 1, math.ceil(size / 2)
+    # A node comes after all that lead to it.
+    depth = min(depth, size)
+    first, breadth = 0 if config.shift_label else 1, size if depth == 1 else math.ceil(size / 2)
     hidden = hidden[:, first : first + depth]
     base_logits, pool = scorer.base(hidden, _POOL)
     begun = hidden if head is None else head.begin(hidden)
@@ -119,7 +122,7 @@ def grow(
     return Tree(
         torch.cat(all_ids)[index.to(anchor.device)][None],
         numbers[torch.cat(parents)[index]].to(anchor.device),
-        depth,
+        min(depth, len(index)),
         torch.isfinite(torch.stack(peaks)).all(),
     )
 
@@ -147,36 +150,45 @@ def path_taken(tree: Tree, choices: torch.LongTensor) -> tuple[torch.LongTensor,
 
 def with_tree(inputs: dict[str, Any], tree: Tree, past_length: int, dtype: torch.dtype) -> dict[str, Any]:
     """
-    A target's arguments for anchor and proposals as if these followed one another, made into those for a tree: a mask
+    A target's arguments for the anchor alone made into those for it and a tree: a mask
     `[1, 1, K + 1, past_length + K + 1]` that is added to the attention's scores, and each node's position by its depth.
     """
-    visible = tree.paths.new_ones(len(tree.paths), past_length)
+    anchor, position_ids = inputs["input_ids"], inputs.get("position_ids")
+    paths = tree.paths.to(anchor.device)
+    visible = paths.new_ones(len(paths), past_length)
     if (mask := inputs.get("attention_mask")) is not None:
         visible &= mask[:, :past_length].bool()
-    hidden = ~torch.cat([visible, tree.paths], dim=-1)
-    position_ids = inputs["position_ids"][:, :1] + tree.paths.sum(-1) - 1
+    hidden = ~torch.cat([visible, paths], dim=-1)
     added = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)
-    return {**inputs, "attention_mask": added[None, None], "position_ids": position_ids}
+    # Where it is left to the target, it counts what its cache holds.
+    position = past_length if position_ids is None else position_ids
+    return {
+        **inputs,
+        "input_ids": torch.cat([anchor, tree.proposal_ids.to(anchor.device)], dim=-1),
+        "attention_mask": added[None, None],
+        "position_ids": (paths.sum(-1) - 1)[None] + position,
+    }
 
 
 def keep_path(cache: Cache, path: torch.LongTensor, num_nodes: int):
     """Of the last `num_nodes` entries of a target's cache keep those of `path`, in its order."""
+    first = cache.get_seq_length() - num_nodes
+    entries = first + path
     for layer in cache.layers:
         if layer.is_initialized:
-            first = layer.keys.shape[2] - num_nodes
-            index = first + path.to(layer.keys.device)
+            index = entries.to(layer.keys.device)
             for states in (layer.keys, layer.values):
                 states[:, :, first : first + len(path)] = states[:, :, index]
     cache.crop(-(num_nodes - len(path)))
 
 
-def takes_trees(target: PreTrainedModel, cache: Cache, model_kwargs: dict[str, Any], anchor: torch.LongTensor) -> bool:
+def takes_trees(target: PreTrainedModel, cache: Cache, model_kwargs: dict[str, Any], device: torch.device) -> bool:
     """Whether `target`, with this cache and these arguments, can read a tree; warns once where it cannot."""
     if (
         takes_any_position(target, model_kwargs)
         and can_have_holes(cache)
         and masks_by_visibility(target)
-        and _obeys_masks(target, anchor)
+        and _obeys_masks(target, device)
     ):
         return True
     logger.warning_once(
@@ -191,34 +203,38 @@ def takes_trees(target: PreTrainedModel, cache: Cache, model_kwargs: dict[str, A
 _obedience: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
 
 
-@torch.no_grad()
-def _obeys_masks(target: PreTrainedModel, anchor: torch.LongTensor) -> bool:
+def _obeys_masks(target: PreTrainedModel, device: torch.device) -> bool:
     """
-    Whether a mask decides what a token of `target` sees, as asked of the target itself, once: a model may take a mask
-    and make its own all the same (ALiBi, code from elsewhere), and the output would not be its own any more.
+    Whether masks and positions decide what a token of `target` sees, as asked of the target itself, once: a model may
+    take a mask and make its own all the same (ALiBi, code from elsewhere), and would write another text then.
     """
     attention = target.config.get_text_config(decoder=True)._attn_implementation
     known = _obedience.setdefault(target, {})
-    if attention in _MASKABLE and attention not in known:
-        size = target.config.get_text_config(decoder=True).vocab_size
-        # Two tokens after the same one, neither of which may see the other.
-        others = anchor.new_tensor([[size // 3, size // 2]])
-        tree = Tree(others, anchor.new_zeros(2), 1)
-        block = torch.cat([anchor, others], dim=-1)
-        positions = torch.arange(3, device=anchor.device)[None]
+    if attention not in _MASKABLE or attention in known:
+        return known.get(attention, False)
+    # Three tokens, and eight that may follow them and must not see one another; the last of these is looked at.
+    parents = torch.tensor([0, 1] + [2] * 8, device=device)
+    tokens = torch.arange(1, 12, device=device)[None] * (vocabulary_size(target.get_input_embeddings()) // 12)
+    tree = Tree(tokens[:, 1:], parents, 3)
+    depths = (tree.paths.sum(-1) - 1)[None]
 
-        def last_logits(input_ids, **arguments):
-            return target(input_ids, use_cache=False, return_dict=True, **arguments).logits[0, -1].float()
+    def last_logits(input_ids, **arguments):
+        logits = target(input_ids=input_ids, use_cache=False, return_dict=True, **arguments).logits
+        return logits[0, -1].to(torch.float32, copy=True)
 
-        try:
-            masked = last_logits(block, **with_tree({"position_ids": positions}, tree, 0, target.dtype))
-        # Targets fail at a mask of this shape as variously as they are made.
-        except Exception:
-            known[attention] = False
-            return False
-        alone = last_logits(block[:, [0, 2]], position_ids=positions[:, :2])
+    def plainly(places):
         # With a mask, or positions that do not rise would pass for another text's.
-        mask = torch.ones_like(block)
-        seeing = last_logits(block, attention_mask=mask, position_ids=positions.clamp(max=1))
-        known[attention] = bool((masked - alone).abs().max() <= 0.25 * (seeing - alone).abs().max())
-    return known.get(attention, False)
+        input_ids = tokens[:, places]
+        return last_logits(input_ids, attention_mask=torch.ones_like(input_ids), position_ids=depths[:, places])
+
+    try:
+        masked = last_logits(**with_tree({"input_ids": tokens[:, :1]}, tree, 0, target.dtype))
+        alone, among_others = plainly([0, 1, 2, 10]), plainly(list(range(11)))
+    except torch.OutOfMemoryError:
+        raise
+    # Targets fail at what they do not know as variously as they are made.
+    except Exception as error:
+        logger.warning_once(f"{type(target).__name__} fails at a mask of four dimensions: {error}")
+        return False
+    known[attention] = bool((masked - alone).abs().max() <= 0.25 * (among_others - alone).abs().max())
+    return known[attention]

@@ -214,8 +214,8 @@ def _measured(bench: Mapping[str, Any] | None) -> str:
         # Files of before it could be asked for have no such entry.
         tree = f"trees of {settings['tree']} proposals, " if settings.get("tree") else ""
         conditions = (
-            f"{tree}{settings['dtype']}, at most {settings['max_new_tokens']} new tokens; {same} answers identical to plain "
-            f"generation. {where}, torch {versions['torch']}, transformers {versions['transformers']}; "
+            f"{tree}{settings['dtype']}, at most {settings['max_new_tokens']} new tokens; {same} answers identical to "
+            f"plain generation. {where}, torch {versions['torch']}, transformers {versions['transformers']}; "
             f"`{bench['command']}`."
         )
     except (KeyError, TypeError, AttributeError) as error:

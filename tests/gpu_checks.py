@@ -109,9 +109,7 @@ def checks(device: str, folder: Path) -> dict:
         "adaptive draft length": lambda: compare(target_on(device), device, num_assistant_tokens_schedule="heuristic"),
         "tree": lambda: compare(target_on(device), device, [9], tree=15),
         "tree, draft on the CPU": lambda: compare(target_on(device), "cpu", [9], tree=15),
-        "tree, target on two devices": lambda: compare(
-            spread_target(device, folder), device, [9], tree=15, ties=True
-        ),
+        "tree, target on two devices": lambda: compare(spread_target(device, folder), device, [9], tree=15, ties=True),
         "tree, bfloat16": lambda: compare(target_on(device, torch.bfloat16), device, [9], tree=15, ties=True),
         "draft phase in a graph": lambda: compare_captured(target_on(device), 1, False),
         "draft phase in a graph, batch, float32": lambda: compare_captured(target_on(device, torch.float32), 4, False),

@@ -155,9 +155,9 @@ def test_each_node_sees_its_own_path_and_the_cache_keeps_the_one_taken(arch, pad
     cache = target(**inputs, position_ids=positions, use_cache=True)[CACHE_NAME]
     arguments = with_tree(
         {
-            "input_ids": torch.tensor([tokens]),
-            "attention_mask": torch.cat([inputs["attention_mask"], torch.ones(1, len(tokens)).long()], -1),
-            "position_ids": positions[:, -1:] + 1 + torch.arange(len(tokens)),
+            "input_ids": torch.tensor([tokens[:1]]),
+            "attention_mask": torch.cat([inputs["attention_mask"], torch.ones(1, 1).long()], -1),
+            "position_ids": positions[:, -1:] + 1,
         },
         tree,
         PROMPT,
@@ -320,20 +320,82 @@ def test_a_target_is_asked_whether_it_looks_where_a_mask_says(alibi, warned):
     assert bool(reports(warned)) == alibi
 
 
-def test_a_target_that_makes_its_own_mask_gets_no_tree(target, warned, monkeypatch):
+@pytest.mark.parametrize("ignored", ["attention_mask", "position_ids"])
+def test_a_target_that_goes_its_own_way_gets_no_tree(ignored, warned, monkeypatch):
+    target = make_target()
     draft, inputs = make_draft(target), {"input_ids": random_tokens(1, PROMPT)}
     plain = target.generate(**inputs, max_new_tokens=20)
-    monkeypatch.setattr(tree_module, "_obedience", type(tree_module._obedience)())
     forward = target.model.forward
 
-    def causal(*args, attention_mask=None, **kwargs):
-        return forward(*args, **kwargs)
+    def deaf(*args, **kwargs):
+        return forward(*args, **{**kwargs, ignored: None})
 
-    monkeypatch.setattr(target.model, "forward", causal)
+    monkeypatch.setattr(target.model, "forward", deaf)
     draft.use_tree(15)
-    output, width = widths_of(target, draft, inputs)
-    assert torch.equal(output, plain) and width == 6
-    assert reports(warned)
+    # The first call asks.
+    for _ in range(2):
+        output, width = widths_of(target, draft, inputs)
+        assert torch.equal(output, plain)
+    assert width == 6
+    assert len(reports(warned)) == 1
+
+
+def test_a_target_that_failed_once_is_asked_again(warned):
+    target = make_target()
+    draft, inputs = make_draft(target), {"input_ids": random_tokens(1, PROMPT)}
+    plain, width = widths_of(target, draft, inputs)
+    draft.use_tree(15)
+
+    def fail(module, args, kwargs):
+        if kwargs.get("use_cache") is False:
+            raise RuntimeError("raised on purpose")
+
+    handle = target.register_forward_pre_hook(fail, with_kwargs=True)
+    output, width_then = widths_of(target, draft, inputs)
+    assert torch.equal(output, plain) and width_then == width
+    assert any("raised on purpose" in record.message for record in warned.records)
+    handle.remove()
+    output, width_then = widths_of(target, draft, inputs)
+    assert torch.equal(output, plain) and width_then == 16
+
+
+@torch.no_grad()
+def test_a_call_without_ids_has_a_tree():
+    target = make_target()
+    draft, embeds = make_draft(target), target.get_input_embeddings()(random_tokens(1, PROMPT))
+    plain = target.generate(inputs_embeds=embeds, max_new_tokens=20)
+    draft.use_tree(15)
+    with recorded_widths(target) as widths:
+        assert torch.equal(target.generate(inputs_embeds=embeds, max_new_tokens=20, assistant_model=draft), plain)
+    assert max(widths) == 16
+
+
+def test_positions_may_be_left_to_the_target(target, monkeypatch):
+    draft, prompt = make_draft(target), random_tokens(1, PROMPT, seed=3)
+    plain = target.generate(prompt, max_new_tokens=NEW_TOKENS)
+    prepare = target.prepare_inputs_for_generation
+
+    def without(*args, **kwargs):
+        return {**prepare(*args, **kwargs), "position_ids": None}
+
+    monkeypatch.setattr(target, "prepare_inputs_for_generation", without)
+    draft = SecondThoughts.following(draft, target, plain[0], range(PROMPT, 60, 2))
+    draft.use_tree(15)
+    assert torch.equal(target.generate(prompt, max_new_tokens=NEW_TOKENS, assistant_model=draft), plain)
+
+
+def test_a_tree_is_no_text_that_a_limit_counts():
+    """Phi-3 lets its cache go where the ids that a pass is prepared from outgrow the original positions."""
+    positions = 32
+    target = make_target(
+        "phi3-fused",
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+        original_max_position_embeddings=positions,
+    )
+    draft, prompt = make_draft(target), random_tokens(1, PROMPT)
+    plain = target.generate(prompt, max_length=positions)
+    draft.use_tree(60)
+    assert torch.equal(target.generate(prompt, max_length=positions, assistant_model=draft), plain)
 
 
 @pytest.mark.parametrize(
@@ -364,6 +426,17 @@ def test_batches_have_no_tree(target):
     output, width = widths_of(target, draft, inputs, pad_token_id=MASK_TOKEN)
     assert torch.equal(output, target.generate(**inputs, max_new_tokens=20, pad_token_id=MASK_TOKEN))
     assert width == 6
+
+
+def test_a_tree_is_not_drafted_deeper_than_it_can_be(target, parts):
+    draft, steps = make_draft(target), []
+    scorer = Scorer(draft, parts, True)
+    step = scorer.head.step
+    scorer.head.step = lambda *args: steps.append(args) or step(*args)
+    hidden = torch.randn(1, draft.config.block_size, draft.config.hidden_size).double()
+    with torch.no_grad():
+        grow(scorer, hidden, torch.ones(1, 1).long(), 6, 2, constant_schedule())
+    assert len(steps) == 2
 
 
 @pytest.mark.parametrize("size", [-1, 1.5, True, "15", None])
@@ -403,19 +476,28 @@ def test_widths_that_are_not_known_are_tried():
     for _ in range(3):
         known.add_pass(6, 0.018)
     assert adaptive(known).size_of(chances) == 4
+    # Also where the block is longer than the tree, and where a tree is wider than all that is known.
+    assert adaptive(known, depth=16).size_of(chances) == 4
+    wider = torch.cat([chances, torch.full((4,), 0.01)])
+    assert adaptive(experience(w1=0.010, w7=0.0101), size=10).size_of(wider) == 10
 
 
 def test_confidences_are_held_against_what_came_of_them():
-    known, chances = experience(w1=0.010, w3=0.013, w7=0.020), torch.tensor([0.5, 0.5])
-    assert known.candour() == 1.0
+    known, chances = experience(w1=0.010, w2=0.0115, w3=0.013), torch.tensor([0.5, 0.5])
+    assert known.trust() == 1.0
     assert adaptive(known, size=2).size_of(chances) == 2
     for _ in range(100):
         known.add_tree(expected=1.0, num_accepted=0)
-    assert known.candour() < 0.1
+    assert known.trust() < 0.1
     assert adaptive(known, size=2).size_of(chances) == 0
+    # A round that explores offers the whole tree, so that trust can come back.
+    schedule = adaptive(known, size=2)
+    for _ in range(31):
+        schedule.budget(1)
+    assert schedule.size_of(chances) == 2
     for _ in range(1000):
         known.add_tree(expected=1.0, num_accepted=1)
-    assert known.candour() > 0.8
+    assert known.trust() > 0.8
 
 
 def test_with_a_schedule_the_answer_is_the_targets_own(target):
