@@ -2512,7 +2512,7 @@ class Experience:
             if self._expected > _REMEMBERED:
                 self._accepted, self._expected = self._accepted / 2, self._expected / 2
 
-    def candour(self) -> float:
+    def trust(self) -> float:
         """What the draft's confidences in the proposals of trees are to be multiplied by."""
         return (self._accepted + 4) / (self._expected + 4)
 
@@ -2535,8 +2535,8 @@ def _between(known: list[tuple[int, float]], width: int, hopeful: bool) -> float
     """Seconds at `width`, on the line through the nearest two of `known` widths, sorted, or as the lower of the two."""
     after = min(max(bisect.bisect_left(known, (width, 0.0)), 1), len(known) - 1)
     (low, low_seconds), (high, high_seconds) = known[after - 1], known[after]
-    if hopeful and low < width < high:
-        return min(low_seconds, high_seconds)
+    if hopeful and low < width != high:
+        return high_seconds if width > high else min(low_seconds, high_seconds)
     seconds = low_seconds + (width - low) * (high_seconds - low_seconds) / (high - low)
     # Beyond what is known, wider is never quicker, nor narrower slower.
     return max(seconds, high_seconds) if width > high else min(seconds, low_seconds) if width < low else seconds
@@ -2573,11 +2573,10 @@ class Schedule:
 
     Args:
         generation_config (`GenerationConfig`): read for the two options above.
-        num_proposals (`int`): the most that a round may offer.
+        num_proposals (`int`): the most that may follow one another in a round.
         experience (`Experience`): with the pair of models.
         lockstep (`bool`): whether a proposal counts only where all rows take theirs.
-        tree_size (`int`): the most proposals of a round where they form a tree, of which `num_proposals` can be taken;
-            0 where they follow one another.
+        tree_size (`int`): the most proposals of a round where they form a tree; 0 where they follow one another.
     """
 
     def __init__(
@@ -2589,7 +2588,7 @@ class Schedule:
         tree_size: int = 0,
     ):
         self.num_proposals, self.experience, self.lockstep = num_proposals, experience, lockstep
-        self._widest = tree_size or num_proposals
+        self._in_tree, self._widest = tree_size > 0, tree_size or num_proposals
         self.threshold = asked_for(generation_config, "assistant_confidence_threshold")
         self.adapts = asked_for(generation_config, "num_assistant_tokens_schedule") in (
             "heuristic",
@@ -2610,14 +2609,18 @@ class Schedule:
         """Whether `is_worth` and `goes_on` must be asked."""
         return self.adapts or self.threshold is not None
 
+    @property
+    def _explores(self) -> bool:
+        return self._round % _EXPLORE_EVERY == 1
+
     def budget(self, num_rows: int) -> int:
-        """How many proposals this round may offer; 0 leaves the draft out of it."""
+        """How many proposals may follow one another in this round; 0 leaves the draft out of it."""
         self._round += 1
         self._confidences, self._reach, self._expected = [], [1.0] * num_rows, 0.0
         if not self.adapts:
             return self.num_proposals
         widths = [num_rows * (n + 1) for n in range(self._widest + 1)]
-        self._costs = self.experience.pass_seconds(widths, hopeful=self._widest > self.num_proposals)
+        self._costs = self.experience.pass_seconds(widths, hopeful=self._in_tree)
         if self._costs is None:
             # Two widths must be known: wider and bare passes take turns. For many rows a little wider is enough.
             return max(1, self.num_proposals // num_rows) if self._round % 2 else 0
@@ -2625,7 +2628,7 @@ class Schedule:
         self._worth = self._costs[0] / num_rows
         if self._tokens:
             self._worth = min(self._worth, (time.perf_counter() - self._started) / self._tokens)
-        if self._round % _EXPLORE_EVERY == 1 or self.experience.pays(num_rows, self._worth):
+        if self._explores or self.experience.pays(num_rows, self._worth):
             return self.num_proposals
         return 0
 
@@ -2654,13 +2657,13 @@ class Schedule:
         """How many proposals of a tree to offer, of which the draft gives these `chances` `[K]`, from high to low."""
         if not self.adapts:
             return len(chances)
-        candour, size, gain, best = self.experience.candour(), 0, 0.0, 0.0
+        trust, size, gain, best = self.experience.trust(), 0, 0.0, 0.0
         confidences = chances.tolist()
-        if self._costs is None:
+        if self._costs is None or self._explores:
             size = len(confidences)
         else:
             for number, confidence in enumerate(confidences, start=1):
-                gain += confidence * candour
+                gain += confidence * trust
                 saved = gain * self._worth - (self._costs[number] - self._costs[0])
                 if saved > best:
                     size, best = number, saved
@@ -2827,7 +2830,7 @@ class Tree(Proposal):
         proposal_ids (`torch.LongTensor` of shape `[1, K]`): as of any proposal.
         parents (`torch.LongTensor` of shape `[K]`): the node that each proposal continues.
         paths (`torch.BoolTensor` of shape `[K + 1, K + 1]`): which nodes lead from the anchor to a node, both included.
-        depth (`int`): no path holds more proposals.
+        depth (`int`): no path holds more proposals; K at most.
     """
 
     def __init__(
@@ -2839,7 +2842,7 @@ class Tree(Proposal):
     ):
         super().__init__(proposal_ids, finite=finite)
         num_nodes = proposal_ids.shape[1] + 1
-        self.parents, self.depth = parents, min(depth, num_nodes - 1)
+        self.parents, self.depth = parents, depth
         itself = torch.eye(num_nodes, dtype=torch.bool, device=parents.device)
         before = torch.cat([parents.new_zeros(1), parents])
         self.paths = itself
@@ -2854,7 +2857,7 @@ def grow(
     The likeliest proposals of all paths through a block, by the draft's own probabilities.
 
     Level by level: of all continuations of the nodes kept so far the likeliest are kept, half as many as the tree may
-    have; of all levels together, the `size` likeliest.
+    have, since a tree of one level is rarely the likeliest; of all levels together, the `size` likeliest.
 
     Args:
         scorer (`Scorer`): of the two models.
@@ -2865,7 +2868,9 @@ def grow(
         schedule (`Schedule`): may leave some of them out.
     """
     config, head = scorer.draft.config, scorer.head
-    first, breadth = 0 if config.shift_label else 1, math.ceil(size / 2)
+    # A node comes after all that lead to it.
+    depth = min(depth, size)
+    first, breadth = 0 if config.shift_label else 1, size if depth == 1 else math.ceil(size / 2)
     hidden = hidden[:, first : first + depth]
     base_logits, pool = scorer.base(hidden, _POOL)
     begun = hidden if head is None else head.begin(hidden)
@@ -2905,7 +2910,7 @@ def grow(
     return Tree(
         torch.cat(all_ids)[index.to(anchor.device)][None],
         numbers[torch.cat(parents)[index]].to(anchor.device),
-        depth,
+        min(depth, len(index)),
         torch.isfinite(torch.stack(peaks)).all(),
     )
 
@@ -2933,36 +2938,45 @@ def path_taken(tree: Tree, choices: torch.LongTensor) -> tuple[torch.LongTensor,
 
 def with_tree(inputs: dict[str, Any], tree: Tree, past_length: int, dtype: torch.dtype) -> dict[str, Any]:
     """
-    A target's arguments for anchor and proposals as if these followed one another, made into those for a tree: a mask
+    A target's arguments for the anchor alone made into those for it and a tree: a mask
     `[1, 1, K + 1, past_length + K + 1]` that is added to the attention's scores, and each node's position by its depth.
     """
-    visible = tree.paths.new_ones(len(tree.paths), past_length)
+    anchor, position_ids = inputs["input_ids"], inputs.get("position_ids")
+    paths = tree.paths.to(anchor.device)
+    visible = paths.new_ones(len(paths), past_length)
     if (mask := inputs.get("attention_mask")) is not None:
         visible &= mask[:, :past_length].bool()
-    hidden = ~torch.cat([visible, tree.paths], dim=-1)
-    position_ids = inputs["position_ids"][:, :1] + tree.paths.sum(-1) - 1
+    hidden = ~torch.cat([visible, paths], dim=-1)
     added = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)
-    return {**inputs, "attention_mask": added[None, None], "position_ids": position_ids}
+    # Where it is left to the target, it counts what its cache holds.
+    position = past_length if position_ids is None else position_ids
+    return {
+        **inputs,
+        "input_ids": torch.cat([anchor, tree.proposal_ids.to(anchor.device)], dim=-1),
+        "attention_mask": added[None, None],
+        "position_ids": (paths.sum(-1) - 1)[None] + position,
+    }
 
 
 def keep_path(cache: Cache, path: torch.LongTensor, num_nodes: int):
     """Of the last `num_nodes` entries of a target's cache keep those of `path`, in its order."""
+    first = cache.get_seq_length() - num_nodes
+    entries = first + path
     for layer in cache.layers:
         if layer.is_initialized:
-            first = layer.keys.shape[2] - num_nodes
-            index = first + path.to(layer.keys.device)
+            index = entries.to(layer.keys.device)
             for states in (layer.keys, layer.values):
                 states[:, :, first : first + len(path)] = states[:, :, index]
     cache.crop(-(num_nodes - len(path)))
 
 
-def takes_trees(target: PreTrainedModel, cache: Cache, model_kwargs: dict[str, Any], anchor: torch.LongTensor) -> bool:
+def takes_trees(target: PreTrainedModel, cache: Cache, model_kwargs: dict[str, Any], device: torch.device) -> bool:
     """Whether `target`, with this cache and these arguments, can read a tree; warns once where it cannot."""
     if (
         takes_any_position(target, model_kwargs)
         and can_have_holes(cache)
         and masks_by_visibility(target)
-        and _obeys_masks(target, anchor)
+        and _obeys_masks(target, device)
     ):
         return True
     logger.warning_once(
@@ -2977,37 +2991,41 @@ def takes_trees(target: PreTrainedModel, cache: Cache, model_kwargs: dict[str, A
 _obedience: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
 
 
-@torch.no_grad()
-def _obeys_masks(target: PreTrainedModel, anchor: torch.LongTensor) -> bool:
+def _obeys_masks(target: PreTrainedModel, device: torch.device) -> bool:
     """
-    Whether a mask decides what a token of `target` sees, as asked of the target itself, once: a model may take a mask
-    and make its own all the same (ALiBi, code from elsewhere), and the output would not be its own any more.
+    Whether masks and positions decide what a token of `target` sees, as asked of the target itself, once: a model may
+    take a mask and make its own all the same (ALiBi, code from elsewhere), and would write another text then.
     """
     attention = target.config.get_text_config(decoder=True)._attn_implementation
     known = _obedience.setdefault(target, {})
-    if attention in _MASKABLE and attention not in known:
-        size = target.config.get_text_config(decoder=True).vocab_size
-        # Two tokens after the same one, neither of which may see the other.
-        others = anchor.new_tensor([[size // 3, size // 2]])
-        tree = Tree(others, anchor.new_zeros(2), 1)
-        block = torch.cat([anchor, others], dim=-1)
-        positions = torch.arange(3, device=anchor.device)[None]
+    if attention not in _MASKABLE or attention in known:
+        return known.get(attention, False)
+    # Three tokens, and eight that may follow them and must not see one another; the last of these is looked at.
+    parents = torch.tensor([0, 1] + [2] * 8, device=device)
+    tokens = torch.arange(1, 12, device=device)[None] * (vocabulary_size(target.get_input_embeddings()) // 12)
+    tree = Tree(tokens[:, 1:], parents, 3)
+    depths = (tree.paths.sum(-1) - 1)[None]
 
-        def last_logits(input_ids, **arguments):
-            return target(input_ids, use_cache=False, return_dict=True, **arguments).logits[0, -1].float()
+    def last_logits(input_ids, **arguments):
+        logits = target(input_ids=input_ids, use_cache=False, return_dict=True, **arguments).logits
+        return logits[0, -1].to(torch.float32, copy=True)
 
-        try:
-            masked = last_logits(block, **with_tree({"position_ids": positions}, tree, 0, target.dtype))
-        # Targets fail at a mask of this shape as variously as they are made.
-        except Exception:
-            known[attention] = False
-            return False
-        alone = last_logits(block[:, [0, 2]], position_ids=positions[:, :2])
+    def plainly(places):
         # With a mask, or positions that do not rise would pass for another text's.
-        mask = torch.ones_like(block)
-        seeing = last_logits(block, attention_mask=mask, position_ids=positions.clamp(max=1))
-        known[attention] = bool((masked - alone).abs().max() <= 0.25 * (seeing - alone).abs().max())
-    return known.get(attention, False)
+        input_ids = tokens[:, places]
+        return last_logits(input_ids, attention_mask=torch.ones_like(input_ids), position_ids=depths[:, places])
+
+    try:
+        masked = last_logits(**with_tree({"input_ids": tokens[:, :1]}, tree, 0, target.dtype))
+        alone, among_others = plainly([0, 1, 2, 10]), plainly(list(range(11)))
+    except torch.OutOfMemoryError:
+        raise
+    # Targets fail at what they do not know as variously as they are made.
+    except Exception as error:
+        logger.warning_once(f"{type(target).__name__} fails at a mask of four dimensions: {error}")
+        return False
+    known[attention] = bool((masked - alone).abs().max() <= 0.25 * (among_others - alone).abs().max())
+    return known[attention]
 
 
 # Copyright 2026 The domino_spec authors.
@@ -3083,8 +3101,8 @@ def proposals_per_round(config: Any, generation_config: GenerationConfig, in_tre
     otherwise.
 
     `num_assistant_tokens` bounds it. A draft with shifted labels has one proposal more to give, which a call gets by
-    asking for `block_size` of them, and a tree (`in_tree`) by itself, where it costs a node like any other. `generate`
-    fills the option in where a user left it out, so its default counts as left out.
+    asking for `block_size` of them; a tree (`in_tree`) has it without being asked. `generate` fills the option in where
+    a user left it out, so its default counts as left out.
     """
     asked, most = asked_for(generation_config, "num_assistant_tokens"), config.block_size - (not config.shift_label)
     if asked is None:
@@ -3278,12 +3296,13 @@ class _Decoding:
             # Which path is taken must be known of all nodes at once.
             or self.do_sample
             or self.logits_processor
+            # It ends a row of proposals.
             or asked_for(self.generation_config, "assistant_confidence_threshold") is not None
             # These are given for each token and key in turn, and other processes would not join the question below.
             or self.record.hidden_states is not None
             or self.record.attentions is not None
             or self.synced_gpus
-            or not takes_trees(self.target, self.cache, self.model_kwargs, self.sequences.last())
+            or not takes_trees(self.target, self.cache, self.model_kwargs, self.sequences.device)
         ):
             return 0
         return size
@@ -3340,7 +3359,7 @@ class _Decoding:
         if budget <= 0:
             return Proposal(self.sequences.last().new_empty(len(self.sequences), 0))
         started = time.perf_counter()
-        self.sequences.reserve(max(budget, self.tree_size) + 1)
+        self.sequences.reserve(budget + 1)
         context, self.context = self.context, []
         anchor = self.sequences.last()
         if self.captured is not None and self.captured.takes(context, budget):
@@ -3357,7 +3376,8 @@ class _Decoding:
             # What ended rows will commit, so that the target reads what plain decoding has it read.
             ended = torch.tensor(self.stopped, device=proposal.proposal_ids.device)
             proposal.proposal_ids = torch.where(ended[:, None], self.pad_token_id, proposal.proposal_ids)
-        self.sequences.put_block(proposal.proposal_ids)
+        if not isinstance(proposal, Tree):
+            self.sequences.put_block(proposal.proposal_ids)
         proposal.seconds = time.perf_counter() - started
         return proposal
 
@@ -3396,11 +3416,13 @@ class _Decoding:
         self.cache.crop(-1)
 
     def _target_pass(self, proposal: Proposal):
-        inputs = self.pace.inputs(self.sequences, proposal)
+        if isinstance(proposal, Tree):
+            anchor = self.pace.inputs(self.sequences, Proposal(proposal.proposal_ids[:, :0]))
+            inputs = with_tree(anchor, proposal, self.cache.get_seq_length(), self.target.dtype)
+        else:
+            inputs = self.pace.inputs(self.sequences, proposal)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = proposal.proposal_ids.shape[1] + 1
-        if isinstance(proposal, Tree):
-            inputs = with_tree(inputs, proposal, self.cache.get_seq_length(), self.target.dtype)
         self.capture.clear()
         # Of fixed shape: passes of other widths, as where the limit is near, are too few to compile for.
         whole = proposal.proposal_ids.shape[1] == self.schedule.num_proposals
@@ -3878,11 +3900,14 @@ class DominoDecodingMixin:
         where the likeliest token is wrong, the next one may be right, and the same pass of the target goes on from it.
         The output stays the target's own. It pays where a pass takes little longer for more tokens.
 
-        It serves calls with one row, without sampling and logits processors, on targets with full attention in every
-        layer (`"eager"` or `"sdpa"`) and a cache that grows; other calls go on as they are, and its rounds are not
-        replayed as CUDA graphs. `num_assistant_tokens` bounds how many proposals may follow one another (default: all
-        that a block gives), and with `num_assistant_tokens_schedule="heuristic"` a round offers as much of its tree as
-        pays. After SpecInfer (arXiv 2305.09781) and EAGLE-2 (arXiv 2406.16858).
+        It serves calls with one row, without sampling, logits processors, `assistant_confidence_threshold`, hidden
+        states and attentions in the output, and sharing among processes, on targets with full attention in every layer
+        (`"eager"` or `"sdpa"`) and a cache that grows; other calls go on as they are. Its rounds are not replayed as
+        CUDA graphs. A target is asked once, by three passes over a few tokens, whether it obeys masks.
+
+        `num_assistant_tokens` bounds how many proposals may follow one another (default: all that a block gives), and
+        with `num_assistant_tokens_schedule="heuristic"` a round offers as much of its tree as pays. After SpecInfer
+        (arXiv 2305.09781) and EAGLE-2 (arXiv 2406.16858).
 
         Args:
             num_proposals (`int`): of a tree; 0 goes back to proposals that follow one another.
