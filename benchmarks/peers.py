@@ -241,8 +241,13 @@ def rates(numbers: dict) -> list[float]:
 
 
 def table(found: dict[str, dict]) -> str:
-    """A row for each way: medians, ratios to plain generation and to the paper's loop, tokens per pass."""
+    """
+    A row for each way: medians, ratios to plain generation and to the paper's loop, tokens per pass. "In all" are all
+    tokens over all seconds: answers are of one length, and a median over tasks as unlike as these hangs on the middle
+    one.
+    """
     medians = {name: statistics.median(rates(numbers)) for name, numbers in found.items()}
+    in_all = {name: statistics.harmonic_mean(rates(numbers)) for name, numbers in found.items()}
     rows = []
     for name, numbers in found.items():
         of_calls, length = rates(numbers), numbers["tokens"] / numbers["passes"]
@@ -253,11 +258,14 @@ def table(found: dict[str, dict]) -> str:
                 f"{of_calls[len(of_calls) // 4]:.1f}..{of_calls[3 * len(of_calls) // 4]:.1f}",
                 format_number(medians[name] / medians[PLAIN]),
                 format_number(medians[name] / medians[PAPER]) if PAPER in medians else "-",
+                format_number(in_all[name] / in_all[PLAIN]),
+                format_number(in_all[name] / in_all[PAPER]) if PAPER in medians else "-",
                 "-" if name in NONSENSE else format_number(length),
                 format_number(1000 * length / medians[name], 1),
             ]
         )
-    return format_table(["", "tok/s", "middle half", "to plain", "to paper's", "tokens/pass", "ms/pass"], rows)
+    heads = ["", "tok/s", "middle half", "to plain", "to paper's", "in all, to plain", "to paper's"]
+    return format_table([*heads, "tokens/pass", "ms/pass"], rows)
 
 
 def table_by_task(found: dict[str, dict]) -> str:
