@@ -12,10 +12,11 @@ from batching import padded_batch
 from contract import CACHE, recorded_widths
 from helpers import ARCHITECTURES, MASK_TOKEN, VOCAB, make_draft, make_target, random_tokens
 from passes import close
-from test_generate_lossless import GoodDraft, check_case
+from test_generate_lossless import GoodDraft, check_case, draw_case
 from test_schedule import experience
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from domino_spec.generation import loop as loop_module
 from domino_spec.generation import tree as tree_module
 from domino_spec.generation.compat import CACHE_NAME
 from domino_spec.generation.context import TargetParts
@@ -191,15 +192,41 @@ def test_each_node_sees_its_own_path_and_the_cache_keeps_the_one_taken(arch, pad
 # Whole answers
 
 
-@pytest.mark.parametrize("seed", range(24), ids=lambda seed: f"{ARCHITECTURES[seed % len(ARCHITECTURES)]}-seed{seed}")
-def test_random_cases_with_trees_equal_plain_generate(seed):
-    failures = []
-    for index in range(10):
+# Of the options of a random case those under which a call has a tree: no logits processor.
+WITH_TREES = {"nothing", "eos", "several-eos", "stop-strings", "stop-at-token", "stop-after-calls"}
+
+
+def cases_with_trees(seed: int, count: int):
+    """The numbers of cases of `seed` that may have a tree: room for proposals, and none but those options."""
+    for index in range(1000):
+        case = draw_case(seed, index)
+        if next(iter(case.limit.values())) > 2 and set(case.options) <= WITH_TREES:
+            yield index
+            count -= 1
+        if count == 0:
+            return
+
+
+@pytest.mark.parametrize("arch", READERS)
+@pytest.mark.parametrize("turn", range(4))
+def test_random_cases_with_trees_equal_plain_generate(arch, turn, monkeypatch):
+    trees = []
+
+    def noted(*args):
+        trees.append(grow(*args))
+        return trees[-1]
+
+    monkeypatch.setattr(loop_module, "grow", noted)
+    seed, failures, had_one = ARCHITECTURES.index(arch) + len(ARCHITECTURES) * (200 + turn), [], 0
+    for index in cases_with_trees(seed, 12):
+        before = len(trees)
         try:
-            check_case(1000 + seed, index, tree=random.Random(10 * seed + index).choice([1, 2, 7, 15, 60]))
+            check_case(seed, index, tree=random.Random(10 * seed + index).choice([1, 2, 7, 15, 60]))
         except Exception:
             failures.append(f"{seed}, {index}:\n{traceback.format_exc(limit=-3)}")
+        had_one += len(trees) > before
     assert not failures, "\n".join(failures)
+    assert had_one >= 6, f"only {had_one} of 12 cases had a tree"
 
 
 class SecondThoughts(GoodDraft):
