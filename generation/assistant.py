@@ -74,7 +74,7 @@ class DominoDecodingMixin:
     # Of `use_cuda_graphs`.
     capture_options: CaptureOptions | None = None
     # Of `use_tree`.
-    tree_size = 0
+    tree_size, prompt_lookup = 0, False
 
     def assisted_decoding(
         self,
@@ -192,33 +192,43 @@ class DominoDecodingMixin:
         """
         self.capture_options = CaptureOptions(input_table) if enabled else None
 
-    def use_tree(self, num_proposals: int = 15):
+    def use_tree(self, num_proposals: int = 15, prompt_lookup: bool = True):
         """
         Have greedy decoding of one text offer several continuations at once, as a tree of `num_proposals` proposals:
         where the likeliest token is wrong, the next one may be right, and the same pass of the target goes on from it.
         The output stays the target's own. It pays where a pass takes little longer for more tokens.
+
+        What followed the last tokens before, in the prompt or the answer, is a path of the tree where it is likelier
+        than the draft's own: code that is edited, a question that is taken up, a list. It costs next to nothing, and
+        how often it was right so far in the text says how far it is believed.
 
         It serves calls with one row, without sampling, logits processors, `assistant_confidence_threshold`, hidden
         states and attentions in the output, and sharing among processes, on targets with full attention in every layer
         (`"eager"` or `"sdpa"`) and a cache that grows; other calls go on as they are. Its rounds are not replayed as
         CUDA graphs. A target is asked once, by three passes over a few tokens, whether it obeys masks.
 
-        `num_assistant_tokens` bounds how many proposals may follow one another (default: all that a block gives), and
-        with `num_assistant_tokens_schedule="heuristic"` a round offers as much of its tree as pays. After SpecInfer
-        (arXiv 2305.09781) and EAGLE-2 (arXiv 2406.16858).
+        `num_assistant_tokens` bounds how many proposals may follow one another (default: any number), and with
+        `num_assistant_tokens_schedule="heuristic"` a round offers as much of its tree as pays. After SpecInfer (arXiv
+        2305.09781) and EAGLE-2 (arXiv 2406.16858); prompt lookup as in transformers.
 
         Args:
             num_proposals (`int`): of a tree; 0 goes back to proposals that follow one another.
+            prompt_lookup (`bool`): `False` leaves all proposals to the draft.
 
         Raises:
-            ValueError: when `num_proposals` is no number of proposals.
+            ValueError: when `num_proposals` is no number of proposals, or `prompt_lookup` neither on nor off.
         """
         if type(num_proposals) is not int or num_proposals < 0:
             raise ValueError(
                 f"`num_proposals` is {num_proposals!r}, but a tree has a whole number of proposals: 15, say, or 0 to "
                 "have none."
             )
-        self.tree_size = num_proposals
+        if type(prompt_lookup) is not bool:
+            raise ValueError(
+                f"`prompt_lookup` is {prompt_lookup!r}, but a tree has what followed before in the text or not: pass "
+                "True or False, and the size of the tree as `num_proposals`."
+            )
+        self.tree_size, self.prompt_lookup = num_proposals, prompt_lookup
 
     def validate_assisted_decoding(self, target: PreTrainedModel, generation_config: GenerationConfig):
         """What `generate` asks before it prepares anything: does this draft fit this target and these options?"""

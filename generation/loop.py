@@ -30,6 +30,7 @@ from .compat import (
     with_defaults_of,
 )
 from .context import ContextCapture, TargetParts
+from .lookup import Continuation, PromptLookup
 from .pace import Lockstep, OwnPace
 from .processors import are_row_wise, draft_processors
 from .record import Record
@@ -81,25 +82,28 @@ def check_supported(generation_config: GenerationConfig):
     # Other sources of proposals.
     for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"):
         if value := getattr(config, name):
-            refusals.append((True, f"{name}={value}", "one source of proposals is enough: leave it unset"))
+            remedy = "leave it unset, since the draft proposes"
+            if name == "prompt_lookup_num_tokens":
+                remedy += " (after `draft.use_tree()`, what stands in the prompt as well)"
+            refusals.append((True, f"{name}={value}", remedy))
     for refused, what, remedy in refusals:
         if refused:
             raise ValueError(f"Generation with a Domino draft does not support {what}: {remedy}, or drop the draft.")
 
 
-def proposals_per_round(config: Any, generation_config: GenerationConfig, in_tree: bool = False) -> int:
+def proposals_per_round(config: Any, generation_config: GenerationConfig, tree_size: int = 0) -> int:
     """
     How many tokens in succession a round offers: `block_size - 1`, as the public engines do, unless the call says
     otherwise.
 
     `num_assistant_tokens` bounds it. A draft with shifted labels has one proposal more to give, which a call gets by
-    asking for `block_size` of them; a tree (`in_tree`) has it without being asked. `generate` fills the option in where
-    a user left it out, so its default counts as left out.
+    asking for `block_size` of them; a tree of `tree_size` proposals has whatever comes of it without being asked.
+    `generate` fills the option in where a user left it out, so its default counts as left out.
     """
-    asked, most = asked_for(generation_config, "num_assistant_tokens"), config.block_size - (not config.shift_label)
+    asked = asked_for(generation_config, "num_assistant_tokens")
     if asked is None:
-        return most if in_tree else config.block_size - 1
-    return max(0, min(asked, most))
+        return tree_size or config.block_size - 1
+    return max(0, min(asked, tree_size or config.block_size - (not config.shift_label)))
 
 
 def _check_cache(cache: Cache | None, target: PreTrainedModel) -> Cache:
@@ -223,9 +227,11 @@ class _Decoding:
         # What the draft has not read yet.
         self.context = [self._first_context(features, past_length)]
         self.tree_size = self._tree_size()
+        looks_up = self.tree_size > 0 and self.draft.prompt_lookup
+        self.lookup = PromptLookup(self.sequences.device) if looks_up else None
         self.schedule = Schedule(
             self.generation_config,
-            proposals_per_round(self.draft.config, self.generation_config, in_tree=self.tree_size > 0),
+            proposals_per_round(self.draft.config, self.generation_config, self.tree_size),
             Experience.of(self.target, self.draft),
             self.pace.lockstep,
             self.tree_size,
@@ -359,7 +365,9 @@ class _Decoding:
         else:
             hidden = draft_hidden(self.draft, self.parts, self.draft_state, Context.joined(context), anchor)
             if self.tree_size > 0:
-                proposal = grow(self.scorer, hidden, anchor, budget, self.tree_size, self.schedule)
+                proposal = grow(
+                    self.scorer, hidden, anchor, budget, self.tree_size, self.schedule, self._continuation(budget)
+                )
             else:
                 proposal = rollout(
                     self.scorer, hidden, self.sequences, budget, self.draft_processors, self.do_sample, self.schedule
@@ -372,6 +380,11 @@ class _Decoding:
             self.sequences.put_block(proposal.proposal_ids)
         proposal.seconds = time.perf_counter() - started
         return proposal
+
+    def _continuation(self, budget: int) -> Continuation | None:
+        """What followed in the text before; one token alone, after a prompt without ids, has nothing before it."""
+        text = self.sequences.row(0)
+        return None if self.lookup is None or len(text) < 2 else self.lookup.continuation(text, budget)
 
     def verify(self, proposal: Proposal):
         """One target pass over anchors and proposals; commit what stands before the new anchors."""

@@ -8,16 +8,18 @@ states of a block serve all paths through it, and only the prefix state is a pat
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from .cache import can_have_holes
 from .context import vocabulary_size
+from .lookup import Continuation
 from .pace import masks_by_visibility, takes_any_position
 from .schedule import Schedule
 from .scorer import Scorer
@@ -55,35 +57,45 @@ class Tree(Proposal):
         super().__init__(proposal_ids, finite=finite)
         num_nodes = proposal_ids.shape[1] + 1
         self.parents, self.depth = parents, depth
-        itself = torch.eye(num_nodes, dtype=torch.bool, device=parents.device)
-        before = torch.cat([parents.new_zeros(1), parents])
-        self.paths = itself
-        for _ in range(self.depth):
-            self.paths = itself | self.paths[before]
+        self.paths = torch.eye(num_nodes, dtype=torch.bool, device=parents.device)
+        # The node that lies so many steps before each, twice as many each time; the anchor before itself.
+        before, steps = torch.cat([parents.new_zeros(1), parents]), 1
+        while steps <= depth:
+            self.paths = self.paths | self.paths[before]
+            before, steps = before[before], 2 * steps
 
 
 def grow(
-    scorer: Scorer, hidden: torch.Tensor, anchor: torch.LongTensor, depth: int, size: int, schedule: Schedule
+    scorer: Scorer,
+    hidden: torch.Tensor,
+    anchor: torch.LongTensor,
+    depth: int,
+    size: int,
+    schedule: Schedule,
+    continuation: Continuation | None = None,
 ) -> Tree:
     """
     The likeliest proposals of all paths through a block, by the draft's own probabilities.
 
     Level by level: of all continuations of the nodes kept so far the likeliest are kept, half as many as the tree may
-    have, since a tree of one level is rarely the likeliest; of all levels together, the `size` likeliest.
+    have, since a tree of one level is rarely the likeliest; of all levels together, and of the text's own continuation
+    where there is one, the `size` likeliest.
 
     Args:
         scorer (`Scorer`): of the two models.
         hidden (`torch.Tensor` of shape `[1, B, H]`): from [`draft_hidden`].
         anchor (`torch.LongTensor` of shape `[1, 1]`): the last committed token.
-        depth (`int`): the longest path, at most B with shifted labels, else B - 1.
+        depth (`int`): the longest path of the draft's; a block gives B with shifted labels, else B - 1.
         size (`int`): the most proposals.
         schedule (`Schedule`): may leave some of them out.
+        continuation (`Continuation`, *optional*): what followed before in the text.
     """
     config, head = scorer.draft.config, scorer.head
+    first = 0 if config.shift_label else 1
     # A node comes after all that lead to it.
-    depth = min(depth, size)
-    first, breadth = 0 if config.shift_label else 1, size if depth == 1 else math.ceil(size / 2)
-    hidden = hidden[:, first : first + depth]
+    hidden = hidden[:, first : first + min(depth, size)]
+    depth = hidden.shape[1]
+    breadth = size if depth == 1 else math.ceil(size / 2)
     base_logits, pool = scorer.base(hidden, _POOL)
     begun = hidden if head is None else head.begin(hidden)
     device = base_logits.device
@@ -91,7 +103,7 @@ def grow(
 
     token_ids, prefix_state = anchor[:, 0], None
     nodes, reached = torch.zeros(1, dtype=torch.long, device=device), torch.zeros(1, device=device)
-    all_ids, parents, scores, num_nodes = [], [], [], 1
+    levels, num_nodes = [], 1
     for k in range(depth):
         logits, places = base_logits[:, k], None if pool is None else pool[:, k]
         if head is not None:
@@ -109,22 +121,56 @@ def grow(
         token_ids = scorer.ids(chosen if places is None else places[0, chosen]).to(anchor.device)
         if prefix_state is not None:
             prefix_state = prefix_state[came_from.to(prefix_state.device)]
-        all_ids.append(token_ids)
-        parents.append(nodes[came_from])
-        scores.append(likeliest.values)
+        levels.append(_Nodes(token_ids.to(device), nodes[came_from], likeliest.values))
         reached, nodes = likeliest.values, torch.arange(num_nodes, num_nodes + len(token_ids), device=device)
         num_nodes += len(token_ids)
 
-    kept = torch.cat(scores).topk(min(size, num_nodes - 1))
+    size = min(size, num_nodes - 1)
+    if continuation is not None:
+        levels.append(_as_nodes(continuation, levels))
+        depth = max(depth, len(continuation.token_ids))
+    token_ids, parents, scores = (torch.cat(of_levels) for of_levels in zip(*levels, strict=True))
+    kept = scores.topk(size)
     index = kept.indices[: schedule.size_of(kept.values.exp())]
-    numbers = torch.zeros(num_nodes, dtype=torch.long, device=device)
+    numbers = parents.new_zeros(len(parents) + 1)
     numbers[index + 1] = torch.arange(1, len(index) + 1, device=device)
     return Tree(
-        torch.cat(all_ids)[index.to(anchor.device)][None],
-        numbers[torch.cat(parents)[index]].to(anchor.device),
+        token_ids[index][None].to(anchor.device),
+        numbers[parents[index]].to(anchor.device),
         min(depth, len(index)),
         torch.isfinite(torch.stack(peaks)).all(),
     )
+
+
+class _Nodes(NamedTuple):
+    """Candidates for a tree: token, number of the node that each continues, and log probability of its whole path."""
+
+    token_ids: torch.LongTensor
+    parents: torch.LongTensor
+    scores: torch.Tensor
+
+
+def _as_nodes(continuation: Continuation, levels: list[_Nodes]) -> _Nodes:
+    """
+    A `continuation` of the text as a path behind `levels` of a draft's candidates.
+
+    What both propose is the draft's node, with the better of the two scores (written into `levels`); the path then
+    leaves from there, and its own node can never be chosen.
+    """
+    device = levels[0].parents.device
+    token_ids = continuation.token_ids.to(device)
+    scores = continuation.chances.to(device).log().clamp(_LEAST, _MOST).cumsum(0)
+    # Of each token: its number among the draft's nodes, else 0. Behind the first level no node continues the anchor.
+    shared, last, before = torch.zeros_like(token_ids), 0, 1
+    for k, level in enumerate(levels):
+        if k < len(shared):
+            same = (level.parents == last) & (level.token_ids == token_ids[k])
+            levels[k] = level._replace(scores=torch.where(same, level.scores.maximum(scores[k]), level.scores))
+            last = torch.where(same, torch.arange(before, before + len(same), device=device), 0).amax()
+            shared[k] = last
+        before += len(level.token_ids)
+    numbers = torch.where(shared > 0, shared, torch.arange(before, before + len(shared), device=device))
+    return _Nodes(token_ids, F.pad(numbers[:-1], (1, 0)), scores.masked_fill(shared > 0, -math.inf))
 
 
 def path_taken(tree: Tree, choices: torch.LongTensor) -> tuple[torch.LongTensor, Proposal]:

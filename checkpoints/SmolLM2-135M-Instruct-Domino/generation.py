@@ -1806,6 +1806,86 @@ def make_output(cache: Cache, **values: Any) -> DominoGenerateOutput:
 
 # Copyright 2026 The domino_spec authors.
 # SPDX-License-Identifier: Apache-2.0
+"""What followed the last time? Where a text repeats itself, its own tokens are proposals that cost next to nothing.
+
+Prompt lookup as in transformers (`prompt_lookup_num_tokens`), as a second opinion beside the draft's: with the chance
+of each token to be right, so that both can be compared.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+# How often the token after an n-gram is the one that followed it before, for n = 0, 1, ... and this long or longer. As
+# found in answers of the embedded draft's target; each text then counts for itself, these for as many lookups.
+_USUAL, _LOOKUPS = (0.0, 0.25, 0.5, 0.65, 0.7, 0.8, 0.9), 20
+_LONGEST = len(_USUAL) - 1
+
+
+@dataclass
+class Continuation:
+    """
+    Tokens that followed before, where the text was as it is now.
+
+    Attributes:
+        token_ids (`torch.LongTensor` of shape `[K]`): on the text's device.
+        chances (`torch.FloatTensor` of shape `[K]`): of each to be right, if those before it are.
+    """
+
+    token_ids: torch.LongTensor
+    chances: torch.FloatTensor
+
+
+class PromptLookup:
+    """
+    Proposes what followed the last tokens of a text before, and learns from that text how far to be believed.
+
+    All of it happens where the text is, without waiting for the device.
+
+    Args:
+        device (`torch.device`): of the text.
+    """
+
+    def __init__(self, device: torch.device):
+        self._tries = torch.full((_LONGEST + 1,), float(_LOOKUPS), device=device)
+        self._hits = self._tries * torch.tensor(_USUAL, device=device)
+        # The last lookup: the length of the text, what was proposed, and after how many tokens in common each of it.
+        self._length, self._proposed, self._shared = 0, torch.empty(0, dtype=torch.long, device=device), None
+
+    def continuation(self, text: torch.LongTensor, num_tokens: int) -> Continuation:
+        """
+        What followed the longest n-gram of up to six tokens that `text` ends with, where it last was.
+
+        Args:
+            text (`torch.LongTensor` of shape `[L]`): all of it so far; two tokens at least. Grows from call to call.
+            num_tokens (`int`): how many to propose. Where the text has fewer since, it is taken to go on in circles.
+        """
+        self._learn(text)
+        length = len(text)
+        # The six tokens that end at each place. Those missing before the start match none: they are earlier here.
+        endings = F.pad(text, (_LONGEST - 1, 0), value=-1).unfold(0, _LONGEST, 1)
+        in_common = (endings[:-1] == endings[-1]).flip(-1).cumprod(-1).sum(-1)
+        place = (in_common * length + torch.arange(length - 1, device=text.device)).argmax()
+        ahead = torch.arange(num_tokens, device=text.device)
+        self._length = length
+        self._proposed = text[place + 1 + ahead % (length - 1 - place)]
+        self._shared = (in_common.amax() + ahead).clamp(max=_LONGEST)
+        return Continuation(self._proposed, (self._hits / self._tries)[self._shared])
+
+    def _learn(self, text: torch.LongTensor):
+        """Hold what was proposed last against what came, up to the first token that was wrong."""
+        came = text[self._length : self._length + len(self._proposed)]
+        if self._shared is None or len(came) == 0:
+            return
+        shared, right = self._shared[: len(came)], (self._proposed[: len(came)] == came).cumprod(0)
+        judged = F.pad(right[:-1], (1, 0), value=1)
+        self._tries.index_add_(0, shared, judged.to(self._tries))
+        self._hits.index_add_(0, shared, right.to(self._hits))
+
+
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
 """What does `return_dict_in_generate` ask for? Kept here token by token, as plain `generate` gives it."""
 
 from typing import Any
@@ -2802,10 +2882,11 @@ states of a block serve all paths through it, and only the prefix state is a pat
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils import logging
@@ -2843,35 +2924,45 @@ class Tree(Proposal):
         super().__init__(proposal_ids, finite=finite)
         num_nodes = proposal_ids.shape[1] + 1
         self.parents, self.depth = parents, depth
-        itself = torch.eye(num_nodes, dtype=torch.bool, device=parents.device)
-        before = torch.cat([parents.new_zeros(1), parents])
-        self.paths = itself
-        for _ in range(self.depth):
-            self.paths = itself | self.paths[before]
+        self.paths = torch.eye(num_nodes, dtype=torch.bool, device=parents.device)
+        # The node that lies so many steps before each, twice as many each time; the anchor before itself.
+        before, steps = torch.cat([parents.new_zeros(1), parents]), 1
+        while steps <= depth:
+            self.paths = self.paths | self.paths[before]
+            before, steps = before[before], 2 * steps
 
 
 def grow(
-    scorer: Scorer, hidden: torch.Tensor, anchor: torch.LongTensor, depth: int, size: int, schedule: Schedule
+    scorer: Scorer,
+    hidden: torch.Tensor,
+    anchor: torch.LongTensor,
+    depth: int,
+    size: int,
+    schedule: Schedule,
+    continuation: Continuation | None = None,
 ) -> Tree:
     """
     The likeliest proposals of all paths through a block, by the draft's own probabilities.
 
     Level by level: of all continuations of the nodes kept so far the likeliest are kept, half as many as the tree may
-    have, since a tree of one level is rarely the likeliest; of all levels together, the `size` likeliest.
+    have, since a tree of one level is rarely the likeliest; of all levels together, and of the text's own continuation
+    where there is one, the `size` likeliest.
 
     Args:
         scorer (`Scorer`): of the two models.
         hidden (`torch.Tensor` of shape `[1, B, H]`): from [`draft_hidden`].
         anchor (`torch.LongTensor` of shape `[1, 1]`): the last committed token.
-        depth (`int`): the longest path, at most B with shifted labels, else B - 1.
+        depth (`int`): the longest path of the draft's; a block gives B with shifted labels, else B - 1.
         size (`int`): the most proposals.
         schedule (`Schedule`): may leave some of them out.
+        continuation (`Continuation`, *optional*): what followed before in the text.
     """
     config, head = scorer.draft.config, scorer.head
+    first = 0 if config.shift_label else 1
     # A node comes after all that lead to it.
-    depth = min(depth, size)
-    first, breadth = 0 if config.shift_label else 1, size if depth == 1 else math.ceil(size / 2)
-    hidden = hidden[:, first : first + depth]
+    hidden = hidden[:, first : first + min(depth, size)]
+    depth = hidden.shape[1]
+    breadth = size if depth == 1 else math.ceil(size / 2)
     base_logits, pool = scorer.base(hidden, _POOL)
     begun = hidden if head is None else head.begin(hidden)
     device = base_logits.device
@@ -2879,7 +2970,7 @@ def grow(
 
     token_ids, prefix_state = anchor[:, 0], None
     nodes, reached = torch.zeros(1, dtype=torch.long, device=device), torch.zeros(1, device=device)
-    all_ids, parents, scores, num_nodes = [], [], [], 1
+    levels, num_nodes = [], 1
     for k in range(depth):
         logits, places = base_logits[:, k], None if pool is None else pool[:, k]
         if head is not None:
@@ -2897,22 +2988,56 @@ def grow(
         token_ids = scorer.ids(chosen if places is None else places[0, chosen]).to(anchor.device)
         if prefix_state is not None:
             prefix_state = prefix_state[came_from.to(prefix_state.device)]
-        all_ids.append(token_ids)
-        parents.append(nodes[came_from])
-        scores.append(likeliest.values)
+        levels.append(_Nodes(token_ids.to(device), nodes[came_from], likeliest.values))
         reached, nodes = likeliest.values, torch.arange(num_nodes, num_nodes + len(token_ids), device=device)
         num_nodes += len(token_ids)
 
-    kept = torch.cat(scores).topk(min(size, num_nodes - 1))
+    size = min(size, num_nodes - 1)
+    if continuation is not None:
+        levels.append(_as_nodes(continuation, levels))
+        depth = max(depth, len(continuation.token_ids))
+    token_ids, parents, scores = (torch.cat(of_levels) for of_levels in zip(*levels, strict=True))
+    kept = scores.topk(size)
     index = kept.indices[: schedule.size_of(kept.values.exp())]
-    numbers = torch.zeros(num_nodes, dtype=torch.long, device=device)
+    numbers = parents.new_zeros(len(parents) + 1)
     numbers[index + 1] = torch.arange(1, len(index) + 1, device=device)
     return Tree(
-        torch.cat(all_ids)[index.to(anchor.device)][None],
-        numbers[torch.cat(parents)[index]].to(anchor.device),
+        token_ids[index][None].to(anchor.device),
+        numbers[parents[index]].to(anchor.device),
         min(depth, len(index)),
         torch.isfinite(torch.stack(peaks)).all(),
     )
+
+
+class _Nodes(NamedTuple):
+    """Candidates for a tree: token, number of the node that each continues, and log probability of its whole path."""
+
+    token_ids: torch.LongTensor
+    parents: torch.LongTensor
+    scores: torch.Tensor
+
+
+def _as_nodes(continuation: Continuation, levels: list[_Nodes]) -> _Nodes:
+    """
+    A `continuation` of the text as a path behind `levels` of a draft's candidates.
+
+    What both propose is the draft's node, with the better of the two scores (written into `levels`); the path then
+    leaves from there, and its own node can never be chosen.
+    """
+    device = levels[0].parents.device
+    token_ids = continuation.token_ids.to(device)
+    scores = continuation.chances.to(device).log().clamp(_LEAST, _MOST).cumsum(0)
+    # Of each token: its number among the draft's nodes, else 0. Behind the first level no node continues the anchor.
+    shared, last, before = torch.zeros_like(token_ids), 0, 1
+    for k, level in enumerate(levels):
+        if k < len(shared):
+            same = (level.parents == last) & (level.token_ids == token_ids[k])
+            levels[k] = level._replace(scores=torch.where(same, level.scores.maximum(scores[k]), level.scores))
+            last = torch.where(same, torch.arange(before, before + len(same), device=device), 0).amax()
+            shared[k] = last
+        before += len(level.token_ids)
+    numbers = torch.where(shared > 0, shared, torch.arange(before, before + len(shared), device=device))
+    return _Nodes(token_ids, F.pad(numbers[:-1], (1, 0)), scores.masked_fill(shared > 0, -math.inf))
 
 
 def path_taken(tree: Tree, choices: torch.LongTensor) -> tuple[torch.LongTensor, Proposal]:
@@ -3089,25 +3214,28 @@ def check_supported(generation_config: GenerationConfig):
     # Other sources of proposals.
     for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"):
         if value := getattr(config, name):
-            refusals.append((True, f"{name}={value}", "one source of proposals is enough: leave it unset"))
+            remedy = "leave it unset, since the draft proposes"
+            if name == "prompt_lookup_num_tokens":
+                remedy += " (after `draft.use_tree()`, what stands in the prompt as well)"
+            refusals.append((True, f"{name}={value}", remedy))
     for refused, what, remedy in refusals:
         if refused:
             raise ValueError(f"Generation with a Domino draft does not support {what}: {remedy}, or drop the draft.")
 
 
-def proposals_per_round(config: Any, generation_config: GenerationConfig, in_tree: bool = False) -> int:
+def proposals_per_round(config: Any, generation_config: GenerationConfig, tree_size: int = 0) -> int:
     """
     How many tokens in succession a round offers: `block_size - 1`, as the public engines do, unless the call says
     otherwise.
 
     `num_assistant_tokens` bounds it. A draft with shifted labels has one proposal more to give, which a call gets by
-    asking for `block_size` of them; a tree (`in_tree`) has it without being asked. `generate` fills the option in where
-    a user left it out, so its default counts as left out.
+    asking for `block_size` of them; a tree of `tree_size` proposals has whatever comes of it without being asked.
+    `generate` fills the option in where a user left it out, so its default counts as left out.
     """
-    asked, most = asked_for(generation_config, "num_assistant_tokens"), config.block_size - (not config.shift_label)
+    asked = asked_for(generation_config, "num_assistant_tokens")
     if asked is None:
-        return most if in_tree else config.block_size - 1
-    return max(0, min(asked, most))
+        return tree_size or config.block_size - 1
+    return max(0, min(asked, tree_size or config.block_size - (not config.shift_label)))
 
 
 def _check_cache(cache: Cache | None, target: PreTrainedModel) -> Cache:
@@ -3231,9 +3359,11 @@ class _Decoding:
         # What the draft has not read yet.
         self.context = [self._first_context(features, past_length)]
         self.tree_size = self._tree_size()
+        looks_up = self.tree_size > 0 and self.draft.prompt_lookup
+        self.lookup = PromptLookup(self.sequences.device) if looks_up else None
         self.schedule = Schedule(
             self.generation_config,
-            proposals_per_round(self.draft.config, self.generation_config, in_tree=self.tree_size > 0),
+            proposals_per_round(self.draft.config, self.generation_config, self.tree_size),
             Experience.of(self.target, self.draft),
             self.pace.lockstep,
             self.tree_size,
@@ -3367,7 +3497,9 @@ class _Decoding:
         else:
             hidden = draft_hidden(self.draft, self.parts, self.draft_state, Context.joined(context), anchor)
             if self.tree_size > 0:
-                proposal = grow(self.scorer, hidden, anchor, budget, self.tree_size, self.schedule)
+                proposal = grow(
+                    self.scorer, hidden, anchor, budget, self.tree_size, self.schedule, self._continuation(budget)
+                )
             else:
                 proposal = rollout(
                     self.scorer, hidden, self.sequences, budget, self.draft_processors, self.do_sample, self.schedule
@@ -3380,6 +3512,11 @@ class _Decoding:
             self.sequences.put_block(proposal.proposal_ids)
         proposal.seconds = time.perf_counter() - started
         return proposal
+
+    def _continuation(self, budget: int) -> Continuation | None:
+        """What followed in the text before; one token alone, after a prompt without ids, has nothing before it."""
+        text = self.sequences.row(0)
+        return None if self.lookup is None or len(text) < 2 else self.lookup.continuation(text, budget)
 
     def verify(self, proposal: Proposal):
         """One target pass over anchors and proposals; commit what stands before the new anchors."""
@@ -3776,7 +3913,7 @@ class DominoDecodingMixin:
     # Of `use_cuda_graphs`.
     capture_options: CaptureOptions | None = None
     # Of `use_tree`.
-    tree_size = 0
+    tree_size, prompt_lookup = 0, False
 
     def assisted_decoding(
         self,
@@ -3894,33 +4031,43 @@ class DominoDecodingMixin:
         """
         self.capture_options = CaptureOptions(input_table) if enabled else None
 
-    def use_tree(self, num_proposals: int = 15):
+    def use_tree(self, num_proposals: int = 15, prompt_lookup: bool = True):
         """
         Have greedy decoding of one text offer several continuations at once, as a tree of `num_proposals` proposals:
         where the likeliest token is wrong, the next one may be right, and the same pass of the target goes on from it.
         The output stays the target's own. It pays where a pass takes little longer for more tokens.
+
+        What followed the last tokens before, in the prompt or the answer, is a path of the tree where it is likelier
+        than the draft's own: code that is edited, a question that is taken up, a list. It costs next to nothing, and
+        how often it was right so far in the text says how far it is believed.
 
         It serves calls with one row, without sampling, logits processors, `assistant_confidence_threshold`, hidden
         states and attentions in the output, and sharing among processes, on targets with full attention in every layer
         (`"eager"` or `"sdpa"`) and a cache that grows; other calls go on as they are. Its rounds are not replayed as
         CUDA graphs. A target is asked once, by three passes over a few tokens, whether it obeys masks.
 
-        `num_assistant_tokens` bounds how many proposals may follow one another (default: all that a block gives), and
-        with `num_assistant_tokens_schedule="heuristic"` a round offers as much of its tree as pays. After SpecInfer
-        (arXiv 2305.09781) and EAGLE-2 (arXiv 2406.16858).
+        `num_assistant_tokens` bounds how many proposals may follow one another (default: any number), and with
+        `num_assistant_tokens_schedule="heuristic"` a round offers as much of its tree as pays. After SpecInfer (arXiv
+        2305.09781) and EAGLE-2 (arXiv 2406.16858); prompt lookup as in transformers.
 
         Args:
             num_proposals (`int`): of a tree; 0 goes back to proposals that follow one another.
+            prompt_lookup (`bool`): `False` leaves all proposals to the draft.
 
         Raises:
-            ValueError: when `num_proposals` is no number of proposals.
+            ValueError: when `num_proposals` is no number of proposals, or `prompt_lookup` neither on nor off.
         """
         if type(num_proposals) is not int or num_proposals < 0:
             raise ValueError(
                 f"`num_proposals` is {num_proposals!r}, but a tree has a whole number of proposals: 15, say, or 0 to "
                 "have none."
             )
-        self.tree_size = num_proposals
+        if type(prompt_lookup) is not bool:
+            raise ValueError(
+                f"`prompt_lookup` is {prompt_lookup!r}, but a tree has what followed before in the text or not: pass "
+                "True or False, and the size of the tree as `num_proposals`."
+            )
+        self.tree_size, self.prompt_lookup = num_proposals, prompt_lookup
 
     def validate_assisted_decoding(self, target: PreTrainedModel, generation_config: GenerationConfig):
         """What `generate` asks before it prepares anything: does this draft fit this target and these options?"""
