@@ -7,9 +7,10 @@
     python benchmarks/peers.py --prompts gsm8k.jsonl --cache-implementation static --compile
 
 Compared are plain `generate`; transformers' prompt lookup; the paper's loop written down plainly (`paper_loop.py`);
-our loop with the head off (DFlash), with it (Domino), with the schedule that leaves out what does not pay, and with a
-tree of `--tree` proposals in each round; and, on a copy of the draft that is told that its labels are not shifted,
-transformers' own DFlash loop and ours: that copy proposes nonsense, so only the time of a round counts there.
+our loop with the head off (DFlash), with it (Domino), with the schedule that leaves out what does not pay, with a tree
+of `--tree` proposals in each round, all of them the draft's, and with what stood in the text before among them; and, on
+a copy of the draft that is told that its labels are not shifted, transformers' own DFlash loop and ours: that copy
+proposes nonsense, so only the time of a round counts there.
 
 Answers run to the limit, end tokens notwithstanding, so that every way writes the same text; that it does is checked. A
 pass is one call of the target. A second table has the ratios to plain `generate` by file of prompts. Where nothing is
@@ -42,7 +43,8 @@ from domino_spec.evaluation.benchmark import encode, load_pair, provenance, read
 from domino_spec.evaluation.report import format_number, format_table
 
 PLAIN, LOOKUP, PAPER = "plain", "prompt lookup", "paper's loop"
-DFLASH, DOMINO, SCHEDULE, TREE = "head off", "domino", "domino, schedule", "domino, tree"
+DFLASH, DOMINO, SCHEDULE = "head off", "domino", "domino, schedule"
+TREE, LOOKUP_TREE = "domino, tree", "domino, tree and lookup"
 STOCK_UNSHIFTED, UNSHIFTED = "unshifted: transformers", "unshifted: ours"
 NONSENSE = (STOCK_UNSHIFTED, UNSHIFTED)
 
@@ -99,9 +101,9 @@ def ways(
     cache = {} if cache_implementation is None else {"cache_implementation": cache_implementation}
     shared = {"max_new_tokens": max_new_tokens, "do_sample": False, "disable_compile": True, **cache}
 
-    def generate(tree: int = 0, **options):
+    def generate(tree: int = 0, looks_up: bool = False, **options):
         def run(**inputs) -> Answer:
-            draft.use_tree(tree)
+            draft.use_tree(tree, prompt_lookup=looks_up)
             output = target.generate(**inputs, return_dict_in_generate=True, **shared, **options)
             return output.sequences, getattr(output, "seconds", None) or {}
 
@@ -112,10 +114,13 @@ def ways(
             raise ValueError("it makes its own cache, which grows")
         return paper_generate(target, draft, input_ids, max_new_tokens)[0], {}
 
-    def in_tree(**inputs) -> Answer:
-        if cache:
-            raise ValueError("its cache must grow")
-        return generate(tree=tree_size, assistant_model=draft)(**inputs)
+    def in_tree(looks_up: bool):
+        def run(**inputs) -> Answer:
+            if cache:
+                raise ValueError("its cache must grow")
+            return generate(tree=tree_size, looks_up=looks_up, assistant_model=draft)(**inputs)
+
+        return run
 
     head_off = {"custom_generate": draft.decode, "use_head": False}
     return {
@@ -125,7 +130,8 @@ def ways(
         DFLASH: generate(**head_off),
         DOMINO: generate(assistant_model=draft),
         SCHEDULE: generate(assistant_model=draft, num_assistant_tokens_schedule="heuristic"),
-        TREE: in_tree,
+        TREE: in_tree(False),
+        LOOKUP_TREE: in_tree(True),
         STOCK_UNSHIFTED: generate(assistant_model=unshifted, speculation_type="dflash"),
         UNSHIFTED: generate(custom_generate=unshifted.decode, use_head=False),
     }
@@ -296,7 +302,7 @@ def main():
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--tree", type=int, default=7, help="proposals of a round in the way that has trees")
+    parser.add_argument("--tree", type=int, default=7, help="proposals of a round in the ways that have trees")
     parser.add_argument("--ways", nargs="+", help="only these (default: all)")
     parser.add_argument("--cache-implementation", choices=("static",), help="of the target, as `generate` takes it")
     parser.add_argument("--compile", action="store_true", help="the target's forward")
@@ -337,7 +343,8 @@ def main():
     limit = held_against_limit(found, alone) if alone["target"] else None
     if limit is not None:
         print("\n" + format_table(list(limit), [[format_number(value, 2) for value in limit.values()]]))
-    parts = {name: split(target, draft, named[name], every_prompt) for name in (DFLASH, DOMINO, TREE) if name in named}
+    ours = [name for name in (DFLASH, DOMINO, TREE, LOOKUP_TREE) if name in named]
+    parts = {name: split(target, draft, named[name], every_prompt) for name in ours}
     if parts:
         names = list(next(iter(parts.values())))
         rows = [[way, *(format_number(of_way[name], 2) for name in names)] for way, of_way in parts.items()]

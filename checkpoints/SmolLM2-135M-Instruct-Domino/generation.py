@@ -3214,9 +3214,9 @@ def check_supported(generation_config: GenerationConfig):
     # Other sources of proposals.
     for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"):
         if value := getattr(config, name):
-            remedy = "leave it unset, since the draft proposes"
+            remedy = "one source of proposals is enough: leave it unset"
             if name == "prompt_lookup_num_tokens":
-                remedy += " (after `draft.use_tree()`, what stands in the prompt as well)"
+                remedy += " (after `draft.use_tree()` the draft looks into the text as well)"
             refusals.append((True, f"{name}={value}", remedy))
     for refused, what, remedy in refusals:
         if refused:
