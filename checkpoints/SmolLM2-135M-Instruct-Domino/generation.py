@@ -1848,8 +1848,9 @@ class PromptLookup:
     """
 
     def __init__(self, device: torch.device):
-        self._tries = torch.full((_LONGEST + 1,), float(_LOOKUPS), device=device)
-        self._hits = self._tries * torch.tensor(_USUAL, device=device)
+        # Counts, so that no default dtype may round them.
+        self._tries = torch.full((_LONGEST + 1,), _LOOKUPS, dtype=torch.float32, device=device)
+        self._hits = self._tries * torch.tensor(_USUAL, dtype=torch.float32, device=device)
         # The last lookup: the length of the text, what was proposed, and after how many tokens in common each of it.
         self._length, self._proposed, self._shared = 0, torch.empty(0, dtype=torch.long, device=device), None
 
