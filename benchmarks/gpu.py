@@ -161,7 +161,7 @@ def check_kernels(target: PreTrainedModel, draft: DominoDraftModel, num_rows: in
         embeds = parts.embed(token).to(draft.dtype)
         state = kernels.step(torch.nn.functional.linear(embeds, head.weight_ih), state)
         plain_state = head.step(embeds, plain_state)
-        kernels.score_argmax(base_logits[:, k], ids, peaks, begun[:, k], state)
+        kernels.score_argmax(base_logits[:, k], ids, peaks, correct_by=(begun[:, k], state))
         logits = base_logits[:, k] + head.correction(begun[:, k], plain_state, None)
         apart = max(apart, float((state - plain_state).abs().max()), float((peaks - logits.amax(-1)).abs().max()))
         other += int((ids != logits.argmax(-1)).sum())

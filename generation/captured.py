@@ -1,6 +1,6 @@
 # Copyright 2026 The domino_spec authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How does drafting cost a GPU no more than its kernels? All of a greedy round's draft phase in one CUDA graph."""
+"""How does drafting cost a GPU no more than its kernels? All of a round's draft phase in one CUDA graph."""
 
 import threading
 from dataclasses import dataclass
@@ -9,12 +9,16 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.nn import functional as F
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import TemperatureLogitsWarper
 from transformers.utils import logging
 
 from .backbone import Context, DraftState, ragged_hidden
 from .cache import DraftCache
 from .context import TargetParts, is_plain_linear
-from .kernels import KERNEL_DTYPES, HeadKernels, is_available
+from .kernels import KERNEL_DTYPES, CorrectBy, HeadKernels, is_available
+from .processors import warp
+from .sampling import draw_with
 from .scorer import PlainHead, Scorer
 from .sequences import Proposal
 
@@ -22,6 +26,8 @@ logger = logging.get_logger(__name__)
 
 # The room for text is a multiple of this, so that calls of about one length share a graph.
 _ROOM = 512
+# Ways to choose a token (greedily, or by these warpers) that graphs are kept for; each keeps memory of its own.
+_MOST_WAYS = 4
 
 
 @dataclass
@@ -43,7 +49,7 @@ def can_capture(device: torch.device) -> bool:
 
 class CapturedDraft:
     """
-    The draft phase of greedy rounds with fixed shapes: context in, proposals out, and no word with the host between.
+    The draft phase of rounds with fixed shapes: context in, proposals out, and no word with the host between.
 
     Args:
         draft (`DominoDraftModel`), scorer (`Scorer`): the draft, and what scores its proposals, with a plain head and
@@ -51,19 +57,31 @@ class CapturedDraft:
         parts (`TargetParts`): of the target.
         num_rows (`int`), num_proposals (`int`): n, and K of each round.
         room (`int`): context and block of a row must fit in so many slots.
+        warpers (`LogitsProcessorList`, *optional*): draw each proposal from what they leave, which read logits alone;
+            the likeliest is taken when not given.
         input_table (`torch.Tensor` of shape `[V, 3 * G]`, *optional*): `W_ih` times each embedding.
     """
 
     def __init__(
-        self, draft, scorer: Scorer, parts: TargetParts, num_rows: int, num_proposals: int, room: int, input_table=None
+        self,
+        draft,
+        scorer: Scorer,
+        parts: TargetParts,
+        num_rows: int,
+        num_proposals: int,
+        room: int,
+        warpers: LogitsProcessorList | None = None,
+        input_table: torch.Tensor | None = None,
     ):
         assert isinstance(scorer.head, PlainHead)
         device, head = draft.device, scorer.head
         self._draft, self.parts, self.head = ref(draft), parts, head
         self.scored, self.token_ids = scorer.target, scorer.token_ids
         self.num_proposals, self.room, self.input_table = num_proposals, room, input_table
-        # The weights that it reads; see `Captures`.
+        # The weights that it reads, and what it may serve; see `Captures`.
         self.made_of: tuple = ()
+        self.way: tuple | None = None
+        self.kind: tuple = ()
         self.cache = DraftCache(num_rows, room + 1)
         # A round commits the proposals and a bonus token at most.
         width = num_proposals + 1
@@ -73,8 +91,23 @@ class CapturedDraft:
         self._numbers_here = torch.zeros(3, num_rows, dtype=torch.long, pin_memory=device.type == "cuda")
         self.anchor = torch.zeros(num_rows, 1, dtype=torch.long, device=device)
         self.proposal_ids = torch.zeros(num_rows, num_proposals, dtype=torch.long, device=device)
-        self.peaks = torch.zeros(num_proposals, num_rows, device=device)
+        self.peaks = torch.zeros(num_proposals, num_rows, dtype=torch.float32, device=device)
         self.finite = torch.zeros((), dtype=torch.bool, device=device)
+        self.warpers = None if warpers is None else list(warpers)
+        self.temperature, self.probabilities = 1.0, None
+        if self.warpers is not None:
+            # `generate` has temperature before the others; scoring can do its part.
+            if self.warpers and type(self.warpers[0]) is TemperatureLogitsWarper:
+                self.temperature = self.warpers.pop(0).temperature
+            size = len(head.weight_out)
+            numbers = {"dtype": torch.float32, "device": device}
+            self.logits, self.noise = torch.empty(2, num_rows, size, **numbers)
+            self.places = torch.zeros_like(self.proposal_ids)
+            # Of what may be proposed; and of all ids, which are the same without a shortlist.
+            self.listed = torch.empty(num_rows, num_proposals, size, **numbers)
+            self.probabilities = self.listed
+            if self.token_ids is not None:
+                self.probabilities = torch.zeros(num_rows, num_proposals, draft.config.vocab_size, **numbers)
         self.kernels: HeadKernels | None = None
         weights = (head.weight_hh, head.weight_state, head.weight_out)
         if is_available(device) and all(weight.dtype in KERNEL_DTYPES for weight in weights):
@@ -119,7 +152,7 @@ class CapturedDraft:
             self._capture()
         else:
             self._graph.replay()
-        return Proposal(self.proposal_ids, finite=self.finite)
+        return Proposal(self.proposal_ids, self.probabilities, self.finite)
 
     def _capture(self):
         # The first run is this round's own, and warms up what must not happen in a capture (compilation, workspaces).
@@ -148,21 +181,55 @@ class CapturedDraft:
         base_logits = self.scored.logits(hidden)
         begun, token, state = head.begin(hidden), self.anchor[:, 0], None
         for k in range(self.num_proposals):
-            corrected = k >= config.pure_draft_prefix_len
             state = self._step(token, state)
-            if self.kernels is not None:
-                self.kernels.score_argmax(
-                    base_logits[:, k], self.proposal_ids[:, k], self.peaks[k], begun[:, k], state, corrected
-                )
+            correct_by = (begun[:, k], state) if k >= config.pure_draft_prefix_len else None
+            if self.warpers is None:
+                self._take_likeliest(k, base_logits[:, k], correct_by)
             else:
-                logits = base_logits[:, k]
-                if corrected:
-                    logits = logits + head.correction(begun[:, k], state, None).to(logits)
-                peaks, places = logits.max(-1)
-                self.peaks[k] = peaks
-                self.proposal_ids[:, k] = places if self.token_ids is None else self.token_ids[places]
+                self._draw(k, base_logits[:, k], correct_by)
             token = self.proposal_ids[:, k]
+        if self.warpers is not None:
+            # Where logits are no numbers nothing was drawn: what was taken has all the probability.
+            broken = self.listed[..., :1].isnan()
+            self.listed.masked_fill_(broken, 0).scatter_add_(2, self.places[..., None], broken.to(self.listed))
+            if self.token_ids is not None:
+                self.probabilities.index_copy_(2, self.token_ids, self.listed)
         self.finite.copy_(torch.isfinite(self.peaks).all())
+
+    def _take_likeliest(self, k: int, base_logits: torch.Tensor, correct_by: CorrectBy | None):
+        """Proposal k by its base logits `[n, V]`; `correct_by` as for [`HeadKernels.score_argmax`]."""
+        if self.kernels is not None:
+            self.kernels.score_argmax(base_logits, self.proposal_ids[:, k], self.peaks[k], correct_by=correct_by)
+        else:
+            self._put(k, *self._final_logits(base_logits, correct_by).max(-1))
+
+    def _draw(self, k: int, base_logits: torch.Tensor, correct_by: CorrectBy | None):
+        """[`_take_likeliest`] for a draw; keeps the distribution that it is from."""
+        assert self.warpers is not None
+        self.noise.exponential_()
+        outputs = (self.proposal_ids[:, k], self.peaks[k], self.places[:, k])
+        if self.kernels is None:
+            logits = warp(self.warpers, self._final_logits(base_logits, correct_by).float() / self.temperature)
+            self._put(k, *draw_with(self.noise, logits))
+        elif self.warpers:
+            self.kernels.score(base_logits, self.logits, correct_by, self.temperature)
+            logits = warp(self.warpers, self.logits)
+            self.kernels.score_sample(logits, self.noise, *outputs)
+        else:
+            logits = self.logits
+            self.kernels.score_sample(base_logits, self.noise, *outputs, correct_by, self.temperature, out=logits)
+        self.listed[:, k] = logits.softmax(-1)
+
+    def _final_logits(self, base_logits: torch.Tensor, correct_by: CorrectBy | None) -> torch.Tensor:
+        if correct_by is None:
+            return base_logits
+        return base_logits + self.head.correction(*correct_by, None).to(base_logits)
+
+    def _put(self, k: int, peaks: torch.Tensor, places: torch.LongTensor):
+        self.peaks[k] = peaks
+        self.proposal_ids[:, k] = places if self.token_ids is None else self.token_ids[places]
+        if self.warpers is not None:
+            self.places[:, k] = places
 
     def _step(self, token: torch.LongTensor, state: torch.Tensor | None) -> torch.Tensor:
         """The prefix state after one more token."""
@@ -185,7 +252,8 @@ class Captures:
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self):
-        self._idle: dict[tuple, list[CapturedDraft]] = {}
+        # By way to choose a token, the one used last at the end; then by shapes.
+        self._idle: dict[tuple | None, dict[tuple, list[CapturedDraft]]] = {}
         self._weights: tuple = ()
         self._table: torch.Tensor | None = None
 
@@ -210,36 +278,46 @@ class Captures:
         )
 
     def take(
-        self, draft, scorer: Scorer, parts: TargetParts, num_rows: int, num_proposals: int, slots: int
+        self,
+        draft,
+        scorer: Scorer,
+        parts: TargetParts,
+        num_rows: int,
+        num_proposals: int,
+        slots: int,
+        warpers: LogitsProcessorList | None,
     ) -> CapturedDraft:
-        """One for rows of at most `slots` slots, made if none is idle."""
+        """One for rows of at most `slots` slots, made if none is idle; the others are as for [`CapturedDraft`]."""
         room = -(-slots // _ROOM) * _ROOM
         weights = (*draft.parameters(), parts.embedding.weight, parts.output_head.weight)
         # A graph reads the memory that it was captured with, and shapes are baked in.
         made_of = (draft.config.shortlist, *(_identity(weight) for weight in weights))
         options, head = draft.capture_options, scorer.head
         assert isinstance(head, PlainHead)
+        # What warpers are told is baked in as well.
+        way = None if warpers is None else tuple((type(one), *sorted(vars(one).items())) for one in warpers)
+        kind = (num_rows, num_proposals, room, options.input_table)
         with self._lock:
             if made_of != self._weights:
                 self._idle, self._table, self._weights = {}, None, made_of
             if options.input_table and self._table is None:
                 self._table = _input_table(head, parts)
-            if idle := self._idle.get((num_rows, num_proposals, room, options.input_table)):
+            of_way = self._idle[way] = self._idle.pop(way, {})
+            if len(self._idle) > _MOST_WAYS:
+                del self._idle[next(iter(self._idle))]
+            if idle := of_way.get(kind):
                 return idle.pop()
         table = self._table if options.input_table else None
-        captured = CapturedDraft(draft, scorer, parts, num_rows, num_proposals, room, table)
-        captured.made_of = made_of
+        captured = CapturedDraft(draft, scorer, parts, num_rows, num_proposals, room, warpers, table)
+        captured.made_of, captured.way, captured.kind = made_of, way, kind
         return captured
 
     def give_back(self, captured: CapturedDraft):
-        """For the next call, unless the weights have changed meanwhile."""
+        """For the next call, unless the weights have changed meanwhile, or its way was not used for long."""
         captured.cache.clear()
         with self._lock:
-            if captured.made_of != self._weights:
-                return
-            has_table = captured.input_table is not None
-            key = (len(captured.cache.lengths), captured.num_proposals, captured.room, has_table)
-            self._idle.setdefault(key, []).append(captured)
+            if captured.made_of == self._weights and captured.way in self._idle:
+                self._idle[captured.way].setdefault(captured.kind, []).append(captured)
 
 
 def _input_table(head: PlainHead, parts: TargetParts) -> torch.Tensor:

@@ -1,10 +1,13 @@
 # Copyright 2026 The domino_spec authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How is a greedy rollout made fast on a GPU? Triton kernels for the head: a step is four launches and no more.
+"""How is a rollout made fast on a GPU? Triton kernels for the head: a step is four launches and no more.
 
     read     r, z = sigmoid(i_r + W_r h), sigmoid(i_z + W_z h);  n = tanh(i_n + r * W_n h);  h' = (1 - z) n + z h
     score    b = silu(hidden_part + W_state h');  final logits = base logits + W_out b
     choose   the first place of the maximum, and its id
+
+To draw from the final logits is to choose as well, with noise on them: x + g, where g = -log e and e is drawn from the
+exponential distribution for each, is largest with probability softmax(x) (Gumbel's maximum).
 
 `[i_r, i_z, i_n]` is `W_ih` times the embedding of the token that is read, for all tokens a table; `hidden_part` is the
 share of draft hidden in `W1 [hidden ; state]`. Both can be made before the rollout and are made elsewhere.
@@ -17,6 +20,7 @@ Shape symbols: n rows, G width of the prefix state, E of the bottleneck, V what 
 """
 
 from contextlib import nullcontext
+from typing import TypeAlias
 
 import torch
 
@@ -28,6 +32,9 @@ except ImportError:
 
 # Of weights and activations, in any mixture.
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# What a correction is made of: `hidden_part` and the prefix state, see below.
+CorrectBy: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 # How much of the vocabulary a program scores: with the weights of the correction, which take the time, or without.
 _PLACES_CORRECTED, _PLACES_BARE = 64, 256
@@ -143,13 +150,18 @@ if triton is not None:
         base_logits,
         bottleneck,
         weight,
+        noise,
+        out,
         block_peaks,
         block_places,
         num_rows,
         vocabulary,
         num_blocks,
+        temperature,
         base_stride,
         weight_stride,
+        noise_stride,
+        out_stride,
         WIDTH: tl.constexpr,
         OPERAND: tl.constexpr,
         ROWS: tl.constexpr,
@@ -175,14 +187,24 @@ if triton is not None:
                 # "ieee": float32 stays float32, where tensor cores would cut it to 19 bits.
                 logits = tl.dot(weights.to(OPERAND), inputs.to(OPERAND), logits, input_precision="ieee")
         # After the product, whose operands are the long wait: loaded first, these few would hold them up.
-        base = base_logits + row.to(tl.int64)[None, :] * base_stride + place[:, None]
+        far_row = row.to(tl.int64)[None, :]
+        base = base_logits + far_row * base_stride + place[:, None]
         logits += tl.load(base, inside, 0.0).to(tl.float32)
-        # Only now, for a bottleneck that is not finite makes NaN of the zeros beyond the vocabulary.
-        logits = tl.where(inside, logits, float("-inf"))
-        peak, first = _first_maximum(logits)
-        at = row * num_blocks + block
-        tl.store(block_peaks + at, peak, is_row)
-        tl.store(block_places + at, block * PLACES + first, is_row)
+        if temperature is not None:
+            logits = logits / temperature
+        if out is not None:
+            tl.store(out + far_row * out_stride + place[:, None], logits, inside)
+        if noise is not None:
+            # Zero would be more than -inf can bear, and raise a token that has no probability.
+            drawn = tl.load(noise + far_row * noise_stride + place[:, None], inside, 1.0)
+            logits -= tl.log(tl.maximum(drawn, 1e-37))
+        if block_peaks is not None:
+            # Only now, for a bottleneck that is not finite makes NaN of the zeros beyond the vocabulary.
+            logits = tl.where(inside, logits, float("-inf"))
+            peak, first = _first_maximum(logits)
+            at = row * num_blocks + block
+            tl.store(block_peaks + at, peak, is_row)
+            tl.store(block_places + at, block * PLACES + first, is_row)
 
     @triton.jit
     def _choice_kernel(
@@ -339,10 +361,8 @@ class HeadKernels:
         base_logits: torch.Tensor,
         ids: torch.LongTensor,
         peaks: torch.Tensor,
-        hidden_part: torch.Tensor | None = None,
-        state: torch.Tensor | None = None,
-        corrected: bool = True,
         places: torch.LongTensor | None = None,
+        correct_by: CorrectBy | None = None,
     ):
         """
         The likeliest proposal of each row; among equal ones the first, and NaN before all numbers, as in torch.
@@ -351,37 +371,101 @@ class HeadKernels:
             base_logits (`torch.Tensor` of shape `[n, V]`): of the position.
             ids (`torch.LongTensor` of shape `[n]`): receives the proposals; any stride, such as `proposal_ids[:, k]`.
             peaks (`torch.FloatTensor` of shape `[n]`): receives their final logits, NaN and infinities as they are.
-            hidden_part (`torch.Tensor` of shape `[n, E]`): what `embed_proj[0]` makes of draft hidden alone.
-            state (`torch.Tensor` of shape `[n, G]`): prefix state after the tokens before the proposal.
-            corrected (`bool`): `False` in the pure draft prefix, where base logits count as they are and neither of
-                the two before is read.
             places (`torch.LongTensor` of shape `[n]`, *optional*): receives where the proposals stand among the V;
                 with no shortlist the same as `ids`.
+            correct_by (*optional*): what `embed_proj[0]` makes of draft hidden alone, `torch.Tensor` of shape `[n, E]`,
+                and the prefix state after the tokens before the proposal, of shape `[n, G]`. Not given in the pure
+                draft prefix, where base logits are final.
         """
+        self._score(base_logits, correct_by, ids=ids, peaks=peaks, places=places)
+
+    def score(
+        self,
+        base_logits: torch.Tensor,
+        out: torch.Tensor,
+        correct_by: CorrectBy | None = None,
+        temperature: float = 1.0,
+    ):
+        """
+        Final logits divided by `temperature`, for warpers to go on with.
+
+        Args:
+            base_logits, correct_by: as for `score_argmax`.
+            out (`torch.FloatTensor` of shape `[n, V]`): receives them.
+            temperature (`float`): above zero. A captured graph keeps it.
+        """
+        self._score(base_logits, correct_by, out=out, temperature=temperature)
+
+    def score_sample(
+        self,
+        base_logits: torch.Tensor,
+        noise: torch.Tensor,
+        ids: torch.LongTensor,
+        peaks: torch.Tensor,
+        places: torch.LongTensor | None = None,
+        correct_by: CorrectBy | None = None,
+        temperature: float = 1.0,
+        out: torch.Tensor | None = None,
+    ):
+        """
+        A proposal of each row, drawn with probability softmax(final logits / temperature), as [`draw_with`] does. In a
+        row that has no such probabilities (some logits are NaN or `inf`, or all are `-inf`) it is the one that
+        `score_argmax` takes, whatever the noise.
+
+        Args:
+            base_logits, ids, places, correct_by: as for `score_argmax`.
+            noise (`torch.FloatTensor` of shape `[n, V]`): drawn anew from the exponential distribution of mean 1, such
+                as by `noise.exponential_()`.
+            peaks (`torch.FloatTensor` of shape `[n]`): receives what the proposals were chosen for, which is finite
+                where there were probabilities.
+            temperature (`float`): above zero. A captured graph keeps it.
+            out (`torch.FloatTensor` of shape `[n, V]`, *optional*): receives the final logits divided by `temperature`.
+        """
+        self._score(base_logits, correct_by, ids, peaks, places, noise, out, temperature)
+
+    def _score(
+        self,
+        base_logits: torch.Tensor,
+        correct_by: CorrectBy | None,
+        ids: torch.LongTensor | None = None,
+        peaks: torch.Tensor | None = None,
+        places: torch.LongTensor | None = None,
+        noise: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        temperature: float = 1.0,
+    ):
+        """Score, and choose where `ids` are asked for."""
         num_rows, vocabulary = base_logits.shape
-        assert vocabulary == len(self.weight_out) and base_logits.stride(-1) == 1
-        assert ids.shape == peaks.shape == (num_rows,) and num_rows <= len(self._bottleneck)
-        assert ids.dtype == torch.int64 and peaks.dtype == torch.float32
-        places_each = _PLACES_CORRECTED if corrected else _PLACES_BARE
+        assert vocabulary == len(self.weight_out) and num_rows <= len(self._bottleneck)
+        for tensor in (noise, out):
+            assert tensor is None or (tensor.shape == base_logits.shape and tensor.dtype == torch.float32)
+        assert all(tensor is None or tensor.stride(-1) == 1 for tensor in (base_logits, noise, out))
+        assert temperature > 0
+        is_bare = correct_by is None
+        places_each = _PLACES_BARE if is_bare else _PLACES_CORRECTED
         num_blocks = triton.cdiv(vocabulary, places_each)
         # A tensor core takes 16 columns at least; more than 32 would crowd the registers.
-        rows_each = min(32, max(16 if corrected else 1, triton.next_power_of_2(num_rows)))
+        rows_each = min(32, max(1 if is_bare else 16, triton.next_power_of_2(num_rows)))
         width = self.weight_out.shape[1]
         with _current(base_logits.device):
-            if corrected:
-                assert hidden_part is not None and state is not None
-                self._fill_bottleneck(hidden_part, state)
+            if correct_by is not None:
+                self._fill_bottleneck(*correct_by)
             _score_kernel[(num_blocks, triton.cdiv(num_rows, rows_each))](
                 base_logits,
-                self._bottleneck if corrected else None,
-                self.weight_out if corrected else None,
-                self._block_peaks,
-                self._block_places,
+                None if is_bare else self._bottleneck,
+                None if is_bare else self.weight_out,
+                noise,
+                out,
+                None if ids is None else self._block_peaks,
+                None if ids is None else self._block_places,
                 num_rows,
                 vocabulary,
                 num_blocks,
+                None if temperature == 1 else float(temperature),
                 base_logits.stride(0),
                 self.weight_out.stride(0),
+                0 if noise is None else noise.stride(0),
+                0 if out is None else out.stride(0),
                 WIDTH=width,
                 OPERAND=_operand(self.weight_out.dtype),
                 ROWS=rows_each,
@@ -390,20 +474,23 @@ class HeadKernels:
                 CHUNK=min(max(16, triton.next_power_of_2(width)), 32 if self.weight_out.dtype == torch.float32 else 64),
                 num_warps=4,
             )
-            _choice_kernel[(num_rows,)](
-                self._block_peaks,
-                self._block_places,
-                self.token_ids,
-                ids,
-                places,
-                peaks,
-                num_blocks,
-                ids.stride(0),
-                0 if places is None else places.stride(0),
-                peaks.stride(0),
-                BLOCKS=triton.next_power_of_2(num_blocks),
-                num_warps=8,
-            )
+            if ids is not None:
+                assert peaks is not None and ids.shape == peaks.shape == (num_rows,)
+                assert ids.dtype == torch.int64 and peaks.dtype == torch.float32
+                _choice_kernel[(num_rows,)](
+                    self._block_peaks,
+                    self._block_places,
+                    self.token_ids,
+                    ids,
+                    places,
+                    peaks,
+                    num_blocks,
+                    ids.stride(0),
+                    0 if places is None else places.stride(0),
+                    peaks.stride(0),
+                    BLOCKS=triton.next_power_of_2(num_blocks),
+                    num_warps=8,
+                )
 
     def _fill_bottleneck(self, hidden_part: torch.Tensor, state: torch.Tensor):
         num_rows, width = hidden_part.shape

@@ -32,7 +32,7 @@ from .compat import (
 from .context import ContextCapture, TargetParts
 from .lookup import Continuation, PromptLookup
 from .pace import Lockstep, OwnPace
-from .processors import are_row_wise, draft_processors
+from .processors import are_row_wise, draft_processors, read_logits_alone
 from .record import Record
 from .rollout import rollout
 from .schedule import Experience, Schedule
@@ -324,8 +324,7 @@ class _Decoding:
         limit = self.stopping_criteria.max_length
         if (
             self.draft.capture_options is None
-            or self.do_sample
-            or self.logits_processor
+            or (self.draft_processors and not (self.do_sample and read_logits_alone(self.draft_processors)))
             or self.tree_size > 0
             or self.schedule.watches
             or self.schedule.num_proposals == 0
@@ -335,8 +334,9 @@ class _Decoding:
             return None
         # Behind the text stand a round's context and block, and one slot for what no row has.
         slots = limit + 2 * self.draft.config.block_size + 2
+        warpers = self.draft_processors if self.do_sample else None
         return Captures.of(self.target, self.draft).take(
-            self.draft, self.scorer, self.parts, num_rows, self.schedule.num_proposals, slots
+            self.draft, self.scorer, self.parts, num_rows, self.schedule.num_proposals, slots, warpers
         )
 
     def release(self):

@@ -4,9 +4,10 @@
 arguments; all else is called exactly as plain decoding would."""
 
 import copy
+from collections.abc import Iterable
 
 import torch
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process, stopping_criteria
 
 # They read nothing but the tokens and logits of one row at a time: any row, any number of calls, same result.
@@ -38,6 +39,16 @@ _ROW_WISE = {
     )
     if hasattr(logits_process, name)
 }
+# They read nothing but the logits, and none waits for a GPU: one call serves any rows at any places in their texts.
+_OF_LOGITS = {
+    logits_process.EpsilonLogitsWarper,
+    logits_process.LogitNormalization,
+    logits_process.MinPLogitsWarper,
+    logits_process.TemperatureLogitsWarper,
+    logits_process.TopKLogitsWarper,
+    logits_process.TopPLogitsWarper,
+    logits_process.TypicalLogitsWarper,
+}
 # These know a row by its place in the batch, so they need the whole batch at one length, but count no calls.
 _BATCH_WISE = {
     logits_process.EncoderNoRepeatNGramLogitsProcessor,
@@ -67,6 +78,19 @@ def are_row_wise(logits_processor: LogitsProcessorList, criteria: StoppingCriter
     """
     allowed = _ROW_WISE_CRITERIA if pads else {stopping_criteria.MaxLengthCriteria}
     return all(type(p) in _ROW_WISE for p in logits_processor) and all(type(c) in allowed for c in criteria)
+
+
+def read_logits_alone(logits_processor: LogitsProcessorList) -> bool:
+    """Whether all of them read logits and nothing else, so that [`warp`] may call them."""
+    return all(type(processor) in _OF_LOGITS for processor in logits_processor)
+
+
+def warp(logits_processor: Iterable[LogitsProcessor], logits: torch.Tensor) -> torch.Tensor:
+    """Processed scores of logits `[m, V]`, of any rows at any places in their texts."""
+    no_text = torch.empty(len(logits), 0, dtype=torch.long, device=logits.device)
+    for processor in logits_processor:
+        logits = processor(no_text, logits)
+    return logits
 
 
 def process(

@@ -11,6 +11,21 @@ def draw(probabilities: torch.Tensor) -> torch.LongTensor:
     return torch.multinomial(probabilities, 1)[:, 0]
 
 
+def draw_with(noise: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.LongTensor]:
+    """
+    The draw that `noise` makes, for kernels to be held against: token x with probability softmax(scores)[x].
+
+    Args:
+        noise (`torch.FloatTensor` of shape `[g, V]`): from the exponential distribution of mean 1.
+        scores (`torch.FloatTensor` of shape `[g, V]`).
+
+    Returns:
+        The largest of `scores - log(noise)` `[g]`, and where it stands `[g]`.
+    """
+    # Zero would be more than -inf can bear, and raise a token that has no probability.
+    return (scores - noise.clamp(min=1e-37).log()).max(-1)
+
+
 def accept_or_draw(
     scores: torch.Tensor, proposal_ids: torch.LongTensor, draft_probabilities: torch.Tensor
 ) -> tuple[torch.LongTensor, torch.BoolTensor]:

@@ -8,6 +8,7 @@ import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from .processors import read_logits_alone, warp
 from .sampling import accept_or_draw, draw
 from .sequences import Proposal, Rows, Sequences
 
@@ -74,8 +75,11 @@ def verify(
     """
     num_rows, num_proposals = proposal.proposal_ids.shape
     alone = num_rows == 1 or not lockstep
-    if alone and not logits_processor and not do_sample and _stop_by_token(stopping_criteria, sequences, num_proposals):
-        return _verify_at_once(sequences, proposal, logits, stopping_criteria, stopped, keep_scores)
+    is_plain = not do_sample and not logits_processor
+    at_once = is_plain or (is_far(logits.device) and read_logits_alone(logits_processor))
+    if alone and at_once and _stop_by_token(stopping_criteria, sequences, num_proposals):
+        scores = warp(logits_processor, logits.flatten(0, 1)).view_as(logits)
+        return _verify_at_once(sequences, proposal, scores, stopping_criteria, stopped, do_sample, keep_scores)
     rows = list(range(num_rows))
     stopped = list(stopped)
     num_new, rejected = [0] * num_rows, [False] * num_rows
@@ -83,7 +87,7 @@ def verify(
     live = [row for row in rows if lockstep or not stopped[row]]
 
     # Without processors all choices are known at once.
-    choices = logits.argmax(-1) if not logits_processor and not do_sample else None
+    choices = logits.argmax(-1) if is_plain else None
     matches = [] if choices is None else (choices[:, :-1] == proposal.proposal_ids).tolist()
 
     def choose(k: int, members: list[int], index: Rows, scores: torch.Tensor) -> tuple[torch.LongTensor, list[bool]]:
@@ -143,6 +147,11 @@ def verify(
     return Verification(num_new, stopped, rejected, finite, new_scores)
 
 
+def is_far(device: torch.device) -> bool:
+    """Whether waiting for a word from `device` takes longer than its work on what may turn out not to be needed."""
+    return device.type != "cpu"
+
+
 def _stop_by_token(criteria: StoppingCriteriaList, sequences: Sequences, num_proposals: int) -> bool:
     """Whether all `criteria` judge a token by itself and its place: a limit, or an end token."""
     longest = max(sequences.lengths) + num_proposals + 1
@@ -159,16 +168,20 @@ def _stop_by_token(criteria: StoppingCriteriaList, sequences: Sequences, num_pro
 def _verify_at_once(
     sequences: Sequences,
     proposal: Proposal,
-    logits: torch.Tensor,
+    scores: torch.Tensor,
     criteria: StoppingCriteriaList,
     stopped: list[bool],
+    do_sample: bool,
     keep_scores: bool,
 ) -> Verification:
-    """Greedy [`verify`] of rows that hold no other up, by criteria of tokens: one wait for the device a round."""
-    choices = logits.argmax(-1)
-    num_rows, width = choices.shape
+    """
+    [`verify`] of rows that hold no other up, by processed scores `[n, K + 1, V]` and criteria of tokens: one wait for
+    the device a round.
+    """
+    num_rows, width = scores.shape[:2]
+    choices, stand = _choices(proposal, scores, do_sample)
     matches, ends = torch.zeros_like(choices, dtype=torch.bool), torch.zeros_like(choices, dtype=torch.bool)
-    matches[:, :-1] = choices[:, :-1] == proposal.proposal_ids
+    matches[:, :-1] = stand
     limit: float = float("inf")
     for criterion in criteria:
         if isinstance(criterion, MaxLengthCriteria):
@@ -177,7 +190,7 @@ def _verify_at_once(
             ends |= torch.isin(choices, criterion.eos_token_id.to(choices.device))
     finite = matches.new_ones(()) if proposal.finite is None else proposal.finite.to(matches.device)
     *flags, is_finite = torch.cat([matches.flatten(), ends.flatten(), finite[None]]).tolist()
-    # What is accepted is the target's choice, so its choices are all there is to write.
+    # What is accepted is among the choices, so they are all there is to write.
     sequences.put_block(choices)
 
     num_new, rejected, stopped = [0] * num_rows, [False] * num_rows, list(stopped)
@@ -192,5 +205,19 @@ def _verify_at_once(
             rejected[row] = k < width - 1 and not stands[k]
             if stopped[row] or not stands[k]:
                 break
-    scores = [logits[:, k] for k in range(max(num_new))] if keep_scores else []
-    return Verification(num_new, stopped, rejected, is_finite, scores)
+    kept = [scores[:, k] for k in range(max(num_new))] if keep_scores else []
+    return Verification(num_new, stopped, rejected, is_finite, kept)
+
+
+def _choices(proposal: Proposal, scores: torch.Tensor, do_sample: bool) -> tuple[torch.LongTensor, torch.BoolTensor]:
+    """Tokens `[n, K + 1]`, of which a row takes those up to the first that is no proposal; which ones are, `[n, K]`."""
+    if not do_sample:
+        choices = scores.argmax(-1)
+        return choices, choices[:, :-1] == proposal.proposal_ids
+    bonus = draw(scores[:, -1].softmax(-1))[:, None]
+    if proposal.probabilities is None:
+        return bonus, torch.zeros_like(proposal.proposal_ids, dtype=torch.bool)
+    tokens, stand = accept_or_draw(
+        scores[:, :-1].flatten(0, 1), proposal.proposal_ids.flatten(), proposal.probabilities.flatten(0, 1)
+    )
+    return torch.cat([tokens.view_as(proposal.proposal_ids), bonus], dim=1), stand.view_as(proposal.proposal_ids)

@@ -16,6 +16,8 @@ import torch
 from batching import GoodBatchDraft, padded_batch
 from helpers import ARCHITECTURES, MASK_TOKEN, make_draft, make_target, random_tokens
 from peft import LoraConfig, get_peft_model
+from sampling_draws import draw_transitions, exact_transitions, make_forgetful_pair, transitions_p
+from test_generate_sampling import COMBINATIONS
 
 from domino_spec.generation import captured as captured_module
 from domino_spec.generation.captured import CapturedDraft, Captures
@@ -42,6 +44,10 @@ def phases(monkeypatch):
 
 def lengths_of(output):
     return output.acceptance_lengths.tolist()
+
+
+def kept(captures) -> list[CapturedDraft]:
+    return [one for of_way in captures._idle.values() for of_kind in of_way.values() for one in of_kind]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -142,7 +148,7 @@ def test_one_that_comes_back_after_the_weights_changed_is_let_go(target, monkeyp
 
     monkeypatch.setattr(Captures, "give_back", late)
     target.generate(ids, max_new_tokens=20, assistant_model=draft)
-    assert not captures._idle
+    assert not kept(captures)
 
 
 def test_calls_at_once_do_not_share_one(target):
@@ -166,8 +172,10 @@ def test_calls_at_once_do_not_share_one(target):
 @pytest.mark.parametrize(
     "options",
     [
-        {"do_sample": True, "top_k": 0},
+        {"eta_cutoff": 0.01, "do_sample": True},
         {"repetition_penalty": 1.2},
+        {"no_repeat_ngram_size": 3, "do_sample": True},
+        {"renormalize_logits": True},
         {"num_assistant_tokens_schedule": "heuristic"},
         {"assistant_confidence_threshold": 0.5},
     ],
@@ -196,7 +204,7 @@ def test_the_pair_can_be_let_go_and_copied(target):
     assert copy.deepcopy(draft).capture_options is not None
     of_draft, of_target = weakref.ref(draft), weakref.ref(target)
     held = Captures.of(target, draft)
-    assert sum(map(len, held._idle.values())) == 1
+    assert len(kept(held)) == 1
     del draft, held
     gc.collect()
     assert of_draft() is None
@@ -215,6 +223,132 @@ def test_the_tables_size_is_announced(target, monkeypatch):
     assert len(said) == 1 and "MiB" in said[0]
 
 
+# Sampling
+
+
+@pytest.fixture(scope="module")
+def forgetful():
+    return make_forgetful_pair()
+
+
+def broken(draft):
+    """The same draft with weights that make no numbers."""
+    draft = copy.deepcopy(draft)
+    with torch.no_grad():
+        draft.fc.weight[0, 0] = torch.nan
+    return draft
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("plain", ""),
+        ("plain", "shortlist"),
+        ("temperature and top-k", ""),
+        ("temperature and top-k", "other probabilities"),
+        ("top-p", ""),
+        ("top-p", "shortlist"),
+        ("typical", "broken"),
+    ],
+)
+def test_tokens_are_distributed_as_the_target_alone_distributes_them(forgetful, name, case, phases, monkeypatch):
+    target, draft = forgetful
+    if case == "broken":
+        draft = broken(draft)
+    draft.config.set_shortlist([1, 2, 5, 6] if case == "shortlist" else None)
+    if case == "other probabilities":
+        real = CapturedDraft.propose
+
+        def propose(self, *args):
+            proposal = real(self, *args)
+            proposal.probabilities = (2 * proposal.probabilities).softmax(-1)
+            return proposal
+
+        monkeypatch.setattr(CapturedDraft, "propose", propose)
+    draft.use_cuda_graphs()
+    try:
+        drawn = [draw_transitions((target, draft), COMBINATIONS[name], 8, seed) for seed in range(8)]
+    finally:
+        draft.config.set_shortlist(None)
+        draft.use_cuda_graphs(False)
+    p_value = transitions_p(sum(counts for counts, _, _ in drawn), exact_transitions(target, COMBINATIONS[name]))
+    assert (p_value < 1e-6) if case == "other probabilities" else (p_value > 0.01 / 6)
+    rounds = sum(rounds for _, _, rounds in drawn)
+    # One call for all rows: these are rounds of the batch.
+    assert len(phases) > rounds / 8 / 2, "hardly any round was captured"
+    assert case == "broken" or sum(committed for _, committed, _ in drawn) / rounds > 1.3
+
+
+def test_the_same_seed_draws_the_same(target, phases):
+    draft, ids = make_draft(target), random_tokens(1, 9)
+    draft.use_cuda_graphs()
+    answers = []
+    for seed in (5, 5, 6):
+        torch.manual_seed(seed)
+        answers.append(target.generate(ids, max_new_tokens=40, assistant_model=draft, do_sample=True, top_k=20))
+    assert phases
+    assert torch.equal(answers[0], answers[1]) and not torch.equal(answers[0], answers[2])
+
+
+def test_proposals_are_drawn_from_what_warpers_leave(target, monkeypatch):
+    seen, real = [], CapturedDraft.propose
+
+    def propose(self, *args):
+        proposal = real(self, *args)
+        seen.append((proposal.proposal_ids.clone(), proposal.probabilities.clone()))
+        return proposal
+
+    monkeypatch.setattr(CapturedDraft, "propose", propose)
+    draft = make_draft(target)
+    draft.use_cuda_graphs()
+    torch.manual_seed(0)
+    options = {"do_sample": True, "temperature": 0.7, "top_k": 5, "top_p": 0.9}
+    for shortlist in (None, range(0, 96, 3)):
+        draft.config.set_shortlist(shortlist)
+        seen.clear()
+        target.generate(random_tokens(2, 9), max_new_tokens=40, assistant_model=draft, **options)
+        assert seen
+        for ids, q in seen:
+            torch.testing.assert_close(q.sum(-1), torch.ones(ids.shape), atol=1e-5, rtol=0)
+            assert ((q > 0).sum(-1) <= 5).all()
+            assert (q.gather(-1, ids[..., None]) > 0).all()
+            assert shortlist is None or q.nonzero()[:, 2].remainder(3).eq(0).all()
+        assert len({int(n) for _, q in seen for n in (q > 0).sum(-1).flatten()}) > 1, "top-p has no say"
+
+
+def test_graphs_are_kept_for_the_last_few_ways_to_choose(target):
+    draft, ids = make_draft(target), random_tokens(1, 9)
+    draft.use_cuda_graphs()
+    held = Captures.of(target, draft)
+
+    def temperatures():
+        return sorted({one.temperature for one in kept(held)})
+
+    def sample(temperature):
+        target.generate(ids, max_new_tokens=20, assistant_model=draft, do_sample=True, top_k=0, temperature=temperature)
+
+    for temperature in (0.5, 0.6, 0.7, 0.8):
+        sample(temperature)
+    assert temperatures() == [0.5, 0.6, 0.7, 0.8]
+    # Used again, so that it is not the oldest any more.
+    sample(0.5)
+    sample(0.9)
+    assert temperatures() == [0.5, 0.7, 0.8, 0.9]
+    target.generate(ids, max_new_tokens=20, assistant_model=draft)
+    assert len(kept(held)) == 4 and sum(one.warpers is None for one in kept(held)) == 1
+
+
+def test_rows_that_are_sampled_leave_one_by_one(target, phases):
+    draft = make_draft(target)
+    draft.use_cuda_graphs()
+    torch.manual_seed(3)
+    options = {"max_new_tokens": 60, "pad_token_id": MASK_TOKEN, "eos_token_id": [7, 8, 9], "do_sample": True}
+    output = target.generate(random_tokens(4, 9), **options, assistant_model=draft)
+    assert len({rows for rows, _ in phases}) > 1
+    ends = [next((i for i, token in enumerate(row) if token in (7, 8, 9)), 59) for row in output[:, 9:].tolist()]
+    assert len(set(ends)) > 1 and max(ends) + 10 == output.shape[1]
+
+
 _WITH_KERNELS = """
 import sys
 sys.path.insert(0, {tests!r})
@@ -224,18 +358,32 @@ from domino_spec.generation import captured, kernels
 
 captured.can_capture = lambda device: True
 runs = []
-real = kernels.HeadKernels.score_argmax
-kernels.HeadKernels.score_argmax = lambda self, *args, **kwargs: (runs.append(1), real(self, *args, **kwargs))
+real = kernels.HeadKernels._score
+kernels.HeadKernels._score = lambda self, *args, **kwargs: (runs.append(1), real(self, *args, **kwargs))
 target = make_target(dtype=torch.float32)
+options = dict(max_new_tokens=11, return_dict_in_generate=True)
 for prefix, shortlist, table in ((1, None, True), (0, range(0, 96, 2), False)):
     draft = make_draft(target, pure_draft_prefix_len=prefix)
     draft.config.set_shortlist(shortlist)
-    options = dict(max_new_tokens=11, assistant_model=draft, return_dict_in_generate=True)
+    options["assistant_model"] = draft
     eager = target.generate(random_tokens(2, 9), **options)
     draft.use_cuda_graphs(input_table=table)
     output = target.generate(random_tokens(2, 9), **options)
     assert output.acceptance_lengths.tolist() == eager.acceptance_lengths.tolist()
     assert output.sequences.tolist() == eager.sequences.tolist()
+    for warpers in (dict(top_k=0), dict(top_k=0, temperature=0.6), dict(top_k=20, top_p=0.9, temperature=0.6)):
+        found = []
+        for has_kernels in (True, False):
+            captured.is_available = lambda device: has_kernels
+            draft.use_cuda_graphs(input_table=table)
+            captured.Captures.of(target, draft)._idle.clear()
+            torch.manual_seed(2)
+            before = len(runs)
+            output = target.generate(random_tokens(2, 9), do_sample=True, **warpers, **options)
+            assert (len(runs) > before) == has_kernels
+            found.append((output.sequences.tolist(), output.acceptance_lengths.tolist()))
+        assert found[0] == found[1], warpers
+        captured.is_available = kernels.is_available
 assert len(runs) > 20
 print("as without")
 """

@@ -14,6 +14,7 @@ import torch
 from helpers import make_draft, make_target, random_tokens
 from transformers import LogitsProcessor, LogitsProcessorList, WatermarkingConfig
 
+from domino_spec.generation import verification
 from domino_spec.generation.sampling import accept_or_draw
 from domino_spec.generation.sequences import Proposal, Sequences
 from domino_spec.generation.verification import verify
@@ -200,6 +201,25 @@ def compare_with_exact(pair, name: str, sizes: list[int], lockstep: bool = False
         accepted += int(output.acceptance_lengths.sum())
         rounds += int((output.acceptance_lengths > 0).sum())
     return chi_square_p(counts, expected / expected.sum() * counts.sum()), accepted / rounds
+
+
+@pytest.fixture
+def as_if_far(monkeypatch):
+    """All that a round may need is worked out at once, as on a GPU."""
+    seen, real = [], verification._verify_at_once
+    monkeypatch.setattr(verification, "is_far", lambda device: True)
+    monkeypatch.setattr(verification, "_verify_at_once", lambda *args: (seen.append(1), real(*args))[1])
+    return seen
+
+
+@pytest.mark.parametrize("name", ["plain", "temperature and top-k", "top-p", "typical", "end token"])
+def test_answers_that_are_verified_at_once_are_distributed_so_too(pair, name, as_if_far):
+    torch.manual_seed(18)
+    p_value, acceptance_length = compare_with_exact(pair, name, [1] * 100 + [4] * 50 + [1000] * 6)
+    assert p_value > LEVEL
+    assert acceptance_length > 1, "no proposal was ever accepted, so nothing was tested"
+    # The end token comes with a least length, which is read from the text.
+    assert bool(as_if_far) == (name != "end token")
 
 
 @pytest.mark.parametrize("lockstep", [False, True], ids=["ragged", "lockstep"])

@@ -18,11 +18,13 @@ from importlib.util import find_spec
 import pytest
 import torch
 from helpers import BLOCK, MASK_TOKEN, make_draft, make_target, random_tokens
+from test_generate_sampling import chi_square_p
 from torch import nn
 
 from domino_spec.generation import kernels
 from domino_spec.generation.context import TargetParts
 from domino_spec.generation.kernels import HeadKernels, gru_step, is_available
+from domino_spec.generation.sampling import draw_with
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
@@ -75,6 +77,10 @@ def test_without_triton_the_module_imports_and_says_no(monkeypatch):
 
 
 BF16 = "*bf16"
+_SCORED = {"base_logits": BF16, "bottleneck": BF16, "weight": BF16}
+_CHOSEN = {"block_peaks": "*fp32", "block_places": "*i32"}
+_TILES = {"WIDTH": 256, "OPERAND": "bfloat16", "ROWS": 16, "PLACES": 64, "CHUNK": 64}
+_BARE = {"bottleneck": None, "weight": None, "ROWS": 1, "PLACES": 256}
 # What the launchers pass for Qwen3-8B's draft: types of the pointers, and what is compiled in. The rest are integers.
 LAUNCHED = {
     "_gru_kernel": (
@@ -85,9 +91,15 @@ LAUNCHED = {
         {"hidden_part": BF16, "state": "*fp32", "weight": BF16, "bottleneck": BF16},
         {"STATE_WIDTH": 1024, "ROWS": 1, "UNITS": 2, "CHUNK": 1024},
     ),
-    "_score_kernel": (
-        {"base_logits": BF16, "bottleneck": BF16, "weight": BF16, "block_peaks": "*fp32", "block_places": "*i32"},
-        {"WIDTH": 256, "OPERAND": "bfloat16", "ROWS": 16, "PLACES": 64, "CHUNK": 64},
+    "_score_kernel": (_SCORED | _CHOSEN, _TILES | {"noise": None, "out": None, "temperature": None}),
+    "_score_kernel, for warpers": (
+        _SCORED | {"out": "*fp32", "temperature": "fp32"},
+        _TILES | {"noise": None, "block_peaks": None, "block_places": None},
+    ),
+    "_score_kernel, draw": (_SCORED | _CHOSEN | {"noise": "*fp32", "out": "*fp32", "temperature": "fp32"}, _TILES),
+    "_score_kernel, draw from what warpers leave": (
+        {"base_logits": "*fp32", "noise": "*fp32"} | _CHOSEN,
+        _TILES | _BARE | {"out": None, "temperature": None},
     ),
     "_choice_kernel": (
         {"block_peaks": "*fp32", "block_places": "*i32", "ids": "*i64", "peaks": "*fp32"},
@@ -104,7 +116,7 @@ def test_they_compile_for_a_gpu_that_is_not_here(name):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel, (pointers, fixed) = getattr(kernels, name), LAUNCHED[name]
+    kernel, (pointers, fixed) = getattr(kernels, name.split(",")[0]), LAUNCHED[name]
     constants = {k: getattr(triton.language, v) if isinstance(v, str) else v for k, v in fixed.items()}
     signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in kernel.arg_names}
     places = {(kernel.arg_names.index(n),): value for n, value in constants.items()}
@@ -212,9 +224,20 @@ class Head:
     def choose(self, corrected=True, **outputs):
         """Ids and peaks of the kernels."""
         outputs = {"ids": self.ids, "peaks": self.peaks, **outputs}
-        parts = {"hidden_part": self.hidden_part, "state": self.state} if corrected else {}
-        self.kernels.score_argmax(self.base_logits, corrected=corrected, **parts, **outputs)
+        correct_by = (self.hidden_part, self.state) if corrected else None
+        self.kernels.score_argmax(self.base_logits, correct_by=correct_by, **outputs)
         return outputs["ids"].cpu(), outputs["peaks"].cpu()
+
+    def noise(self, seed=4):
+        generator = torch.Generator().manual_seed(seed)
+        return torch.empty(self.base_logits.shape).exponential_(generator=generator).to(DEVICE)
+
+    def draw(self, noise, corrected=True, temperature=1.0, **outputs):
+        """Ids, peaks and logits of the kernels."""
+        outputs = {"ids": self.ids, "peaks": self.peaks, "out": torch.empty_like(noise), **outputs}
+        correct_by = (self.hidden_part, self.state) if corrected else None
+        self.kernels.score_sample(self.base_logits, noise, correct_by=correct_by, temperature=temperature, **outputs)
+        return outputs["ids"].cpu(), outputs["peaks"].cpu(), outputs["out"].cpu()
 
 
 class TestScoreArgmax:
@@ -334,6 +357,99 @@ class TestScoreArgmax:
         torch.testing.assert_close(peaks, expected_peaks[2:])
 
 
+class TestScoreSample:
+    __test__ = HERE
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.6])
+    @pytest.mark.parametrize(
+        ("num_rows", "width", "bottleneck", "vocabulary"),
+        [(1, 5, 3, 1), (3, 5, 3, 7), (3, 96, 64, 1000), (3, 5, 3, 5000), (40, 5, 3, 70)],
+    )
+    def test_equals_the_draw_of_torch(self, num_rows, width, bottleneck, vocabulary, temperature):
+        head = Head(num_rows, width, bottleneck, vocabulary)
+        noise = head.noise()
+        for corrected in (True, False):
+            ids, peaks, out = head.draw(noise, corrected, temperature)
+            logits = (head.final_logits() if corrected else head.base_logits.cpu()) / temperature
+            expected_peaks, expected = draw_with(noise.cpu(), logits)
+            assert ids.tolist() == expected.tolist()
+            torch.testing.assert_close(peaks, expected_peaks, atol=1e-5, rtol=0)
+            torch.testing.assert_close(out, logits, atol=1e-5, rtol=0)
+            # For warpers: the same, and nothing chosen.
+            alone = torch.empty_like(noise)
+            correct_by = (head.hidden_part, head.state) if corrected else None
+            head.kernels.score(head.base_logits, alone, correct_by, temperature)
+            assert torch.equal(alone.cpu(), out)
+        if vocabulary > 1:
+            assert ids.tolist() != logits.argmax(-1).tolist(), "the noise has no say"
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    def test_half_precision_rounds_the_bottleneck_alone(self, dtype):
+        head = Head(3, 64, 64, 500, dtype)
+        noise = head.noise()
+        ids, _, out = head.draw(noise)
+        torch.testing.assert_close(out, head.final_logits(), atol=4 * torch.finfo(dtype).eps, rtol=0)
+        assert ids.tolist() == draw_with(noise.cpu(), out)[1].tolist()
+
+    def test_tokens_come_as_often_as_they_are_probable(self):
+        num_rows, temperature = 2_000, 0.8
+        head = Head(num_rows, 5, 3, 7)
+        for name in ("base_logits", "hidden_part", "state"):
+            setattr(head, name, getattr(head, name)[:1].repeat(num_rows, 1))
+        ids, _, out = head.draw(head.noise(), temperature=temperature)
+        p = out[0].double().softmax(-1)
+        assert p.min() < 0.05 and p.max() > 0.2, "an easy one"
+        assert chi_square_p(ids.bincount(minlength=7), p * num_rows) > 0.01
+
+    def test_noise_of_zero_raises_no_token_without_a_probability(self):
+        head = Head(2, 5, 3, 300)
+        noise = head.noise()
+        head.base_logits[:, ::2] = -torch.inf
+        noise[:, 100] = 0.0
+        noise[1, 101] = 0.0
+        ids, peaks, _ = head.draw(noise, corrected=False)
+        assert (ids % 2 == 1).all() and ids[1] == 101 and peaks.isfinite().all()
+        assert draw_with(noise, head.base_logits)[1].tolist() == ids.tolist()
+
+    @pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "base"])
+    def test_without_probabilities_the_noise_has_no_say(self, corrected):
+        head = Head(5, 5, 3, 300)
+        logits = head.base_logits
+        logits[0, [280, 101]] = torch.nan
+        logits[1, [202, 299]] = torch.inf
+        logits[2, [3, 290]] = torch.tensor([torch.inf, torch.nan], device=DEVICE)
+        logits[3] = -torch.inf
+        logits[4] = torch.nan
+        for seed in range(3):
+            ids, peaks, _ = head.draw(head.noise(seed), corrected)
+            assert ids.tolist() == [101, 202, 290, 0, 0] == head.choose(corrected)[0].tolist()
+            assert not peaks.isfinite().any()
+
+    def test_a_shortlist_gives_ids_and_places(self):
+        token_ids = 1000 + 3 * torch.arange(70, device=DEVICE)
+        head, places = Head(3, 5, 3, 70, token_ids=token_ids), torch.full((3,), -7, device=DEVICE)
+        noise = head.noise()
+        ids, _, out = head.draw(noise, places=places)
+        expected = draw_with(noise.cpu(), out)[1]
+        assert places.tolist() == expected.tolist()
+        assert ids.tolist() == token_ids.cpu()[expected].tolist()
+
+    def test_reads_and_fills_views(self):
+        head = Head(3, 5, 3, 70)
+        noise = head.noise()
+        expected_ids, expected_peaks, expected_out = (result.clone() for result in head.draw(noise))
+        wide_noise = torch.full((3, 2, 72), torch.nan, device=DEVICE)
+        wide_noise[:, 1, :70] = noise
+        wide_out = torch.full((3, 4, 75), -7.0, device=DEVICE)
+        ids, peaks = torch.full((3, 4), -7, device=DEVICE), torch.full((3, 4), -7.0, device=DEVICE)
+        head.draw(wide_noise[:, 1, :70], ids=ids[:, 1], peaks=peaks[:, 3], out=wide_out[:, 2, :70])
+        assert ids[:, 1].tolist() == expected_ids.tolist()
+        torch.testing.assert_close(peaks[:, 3].cpu(), expected_peaks)
+        torch.testing.assert_close(wide_out[:, 2, :70].cpu(), expected_out)
+        assert all((tensor == -7).sum() == 9 for tensor in (ids, peaks))
+        assert (wide_out == -7).sum() == wide_out.numel() - 3 * 70
+
+
 @torch.no_grad()
 def slow_rollout(draft, parts, hidden, base_logits, anchor, token_ids):
     """Greedy proposals `[n, K]` and their final logits, by the head's own methods."""
@@ -380,10 +496,8 @@ class TestRollout:
         token, state = anchor, None
         for k in range(BLOCK):
             state = head.step(table, state, token)
-            corrected = k >= prefix
-            head.score_argmax(
-                base_logits[:, k], proposal_ids[:, k], found[:, k], hidden_part[:, k], state, corrected=corrected
-            )
+            correct_by = (hidden_part[:, k], state) if k >= prefix else None
+            head.score_argmax(base_logits[:, k], proposal_ids[:, k], found[:, k], correct_by=correct_by)
             token = proposal_ids[:, k]
         assert proposal_ids.tolist() == expected.tolist()
         torch.testing.assert_close(found, peaks, atol=1e-5, rtol=0)

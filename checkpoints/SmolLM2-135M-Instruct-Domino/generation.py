@@ -622,11 +622,14 @@ def _run(draft, target, cache, features, anchor, origins, slots, end, seen) -> t
 
 # Copyright 2026 The domino_spec authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How is a greedy rollout made fast on a GPU? Triton kernels for the head: a step is four launches and no more.
+"""How is a rollout made fast on a GPU? Triton kernels for the head: a step is four launches and no more.
 
     read     r, z = sigmoid(i_r + W_r h), sigmoid(i_z + W_z h);  n = tanh(i_n + r * W_n h);  h' = (1 - z) n + z h
     score    b = silu(hidden_part + W_state h');  final logits = base logits + W_out b
     choose   the first place of the maximum, and its id
+
+To draw from the final logits is to choose as well, with noise on them: x + g, where g = -log e and e is drawn from the
+exponential distribution for each, is largest with probability softmax(x) (Gumbel's maximum).
 
 `[i_r, i_z, i_n]` is `W_ih` times the embedding of the token that is read, for all tokens a table; `hidden_part` is the
 share of draft hidden in `W1 [hidden ; state]`. Both can be made before the rollout and are made elsewhere.
@@ -639,6 +642,7 @@ Shape symbols: n rows, G width of the prefix state, E of the bottleneck, V what 
 """
 
 from contextlib import nullcontext
+from typing import TypeAlias
 
 import torch
 
@@ -650,6 +654,9 @@ except ImportError:
 
 # Of weights and activations, in any mixture.
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# What a correction is made of: `hidden_part` and the prefix state, see below.
+CorrectBy: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 # How much of the vocabulary a program scores: with the weights of the correction, which take the time, or without.
 _PLACES_CORRECTED, _PLACES_BARE = 64, 256
@@ -765,13 +772,18 @@ if triton is not None:
         base_logits,
         bottleneck,
         weight,
+        noise,
+        out,
         block_peaks,
         block_places,
         num_rows,
         vocabulary,
         num_blocks,
+        temperature,
         base_stride,
         weight_stride,
+        noise_stride,
+        out_stride,
         WIDTH: tl.constexpr,
         OPERAND: tl.constexpr,
         ROWS: tl.constexpr,
@@ -797,14 +809,24 @@ if triton is not None:
                 # "ieee": float32 stays float32, where tensor cores would cut it to 19 bits.
                 logits = tl.dot(weights.to(OPERAND), inputs.to(OPERAND), logits, input_precision="ieee")
         # After the product, whose operands are the long wait: loaded first, these few would hold them up.
-        base = base_logits + row.to(tl.int64)[None, :] * base_stride + place[:, None]
+        far_row = row.to(tl.int64)[None, :]
+        base = base_logits + far_row * base_stride + place[:, None]
         logits += tl.load(base, inside, 0.0).to(tl.float32)
-        # Only now, for a bottleneck that is not finite makes NaN of the zeros beyond the vocabulary.
-        logits = tl.where(inside, logits, float("-inf"))
-        peak, first = _first_maximum(logits)
-        at = row * num_blocks + block
-        tl.store(block_peaks + at, peak, is_row)
-        tl.store(block_places + at, block * PLACES + first, is_row)
+        if temperature is not None:
+            logits = logits / temperature
+        if out is not None:
+            tl.store(out + far_row * out_stride + place[:, None], logits, inside)
+        if noise is not None:
+            # Zero would be more than -inf can bear, and raise a token that has no probability.
+            drawn = tl.load(noise + far_row * noise_stride + place[:, None], inside, 1.0)
+            logits -= tl.log(tl.maximum(drawn, 1e-37))
+        if block_peaks is not None:
+            # Only now, for a bottleneck that is not finite makes NaN of the zeros beyond the vocabulary.
+            logits = tl.where(inside, logits, float("-inf"))
+            peak, first = _first_maximum(logits)
+            at = row * num_blocks + block
+            tl.store(block_peaks + at, peak, is_row)
+            tl.store(block_places + at, block * PLACES + first, is_row)
 
     @triton.jit
     def _choice_kernel(
@@ -961,10 +983,8 @@ class HeadKernels:
         base_logits: torch.Tensor,
         ids: torch.LongTensor,
         peaks: torch.Tensor,
-        hidden_part: torch.Tensor | None = None,
-        state: torch.Tensor | None = None,
-        corrected: bool = True,
         places: torch.LongTensor | None = None,
+        correct_by: CorrectBy | None = None,
     ):
         """
         The likeliest proposal of each row; among equal ones the first, and NaN before all numbers, as in torch.
@@ -973,37 +993,101 @@ class HeadKernels:
             base_logits (`torch.Tensor` of shape `[n, V]`): of the position.
             ids (`torch.LongTensor` of shape `[n]`): receives the proposals; any stride, such as `proposal_ids[:, k]`.
             peaks (`torch.FloatTensor` of shape `[n]`): receives their final logits, NaN and infinities as they are.
-            hidden_part (`torch.Tensor` of shape `[n, E]`): what `embed_proj[0]` makes of draft hidden alone.
-            state (`torch.Tensor` of shape `[n, G]`): prefix state after the tokens before the proposal.
-            corrected (`bool`): `False` in the pure draft prefix, where base logits count as they are and neither of
-                the two before is read.
             places (`torch.LongTensor` of shape `[n]`, *optional*): receives where the proposals stand among the V;
                 with no shortlist the same as `ids`.
+            correct_by (*optional*): what `embed_proj[0]` makes of draft hidden alone, `torch.Tensor` of shape `[n, E]`,
+                and the prefix state after the tokens before the proposal, of shape `[n, G]`. Not given in the pure
+                draft prefix, where base logits are final.
         """
+        self._score(base_logits, correct_by, ids=ids, peaks=peaks, places=places)
+
+    def score(
+        self,
+        base_logits: torch.Tensor,
+        out: torch.Tensor,
+        correct_by: CorrectBy | None = None,
+        temperature: float = 1.0,
+    ):
+        """
+        Final logits divided by `temperature`, for warpers to go on with.
+
+        Args:
+            base_logits, correct_by: as for `score_argmax`.
+            out (`torch.FloatTensor` of shape `[n, V]`): receives them.
+            temperature (`float`): above zero. A captured graph keeps it.
+        """
+        self._score(base_logits, correct_by, out=out, temperature=temperature)
+
+    def score_sample(
+        self,
+        base_logits: torch.Tensor,
+        noise: torch.Tensor,
+        ids: torch.LongTensor,
+        peaks: torch.Tensor,
+        places: torch.LongTensor | None = None,
+        correct_by: CorrectBy | None = None,
+        temperature: float = 1.0,
+        out: torch.Tensor | None = None,
+    ):
+        """
+        A proposal of each row, drawn with probability softmax(final logits / temperature), as [`draw_with`] does. In a
+        row that has no such probabilities (some logits are NaN or `inf`, or all are `-inf`) it is the one that
+        `score_argmax` takes, whatever the noise.
+
+        Args:
+            base_logits, ids, places, correct_by: as for `score_argmax`.
+            noise (`torch.FloatTensor` of shape `[n, V]`): drawn anew from the exponential distribution of mean 1, such
+                as by `noise.exponential_()`.
+            peaks (`torch.FloatTensor` of shape `[n]`): receives what the proposals were chosen for, which is finite
+                where there were probabilities.
+            temperature (`float`): above zero. A captured graph keeps it.
+            out (`torch.FloatTensor` of shape `[n, V]`, *optional*): receives the final logits divided by `temperature`.
+        """
+        self._score(base_logits, correct_by, ids, peaks, places, noise, out, temperature)
+
+    def _score(
+        self,
+        base_logits: torch.Tensor,
+        correct_by: CorrectBy | None,
+        ids: torch.LongTensor | None = None,
+        peaks: torch.Tensor | None = None,
+        places: torch.LongTensor | None = None,
+        noise: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        temperature: float = 1.0,
+    ):
+        """Score, and choose where `ids` are asked for."""
         num_rows, vocabulary = base_logits.shape
-        assert vocabulary == len(self.weight_out) and base_logits.stride(-1) == 1
-        assert ids.shape == peaks.shape == (num_rows,) and num_rows <= len(self._bottleneck)
-        assert ids.dtype == torch.int64 and peaks.dtype == torch.float32
-        places_each = _PLACES_CORRECTED if corrected else _PLACES_BARE
+        assert vocabulary == len(self.weight_out) and num_rows <= len(self._bottleneck)
+        for tensor in (noise, out):
+            assert tensor is None or (tensor.shape == base_logits.shape and tensor.dtype == torch.float32)
+        assert all(tensor is None or tensor.stride(-1) == 1 for tensor in (base_logits, noise, out))
+        assert temperature > 0
+        is_bare = correct_by is None
+        places_each = _PLACES_BARE if is_bare else _PLACES_CORRECTED
         num_blocks = triton.cdiv(vocabulary, places_each)
         # A tensor core takes 16 columns at least; more than 32 would crowd the registers.
-        rows_each = min(32, max(16 if corrected else 1, triton.next_power_of_2(num_rows)))
+        rows_each = min(32, max(1 if is_bare else 16, triton.next_power_of_2(num_rows)))
         width = self.weight_out.shape[1]
         with _current(base_logits.device):
-            if corrected:
-                assert hidden_part is not None and state is not None
-                self._fill_bottleneck(hidden_part, state)
+            if correct_by is not None:
+                self._fill_bottleneck(*correct_by)
             _score_kernel[(num_blocks, triton.cdiv(num_rows, rows_each))](
                 base_logits,
-                self._bottleneck if corrected else None,
-                self.weight_out if corrected else None,
-                self._block_peaks,
-                self._block_places,
+                None if is_bare else self._bottleneck,
+                None if is_bare else self.weight_out,
+                noise,
+                out,
+                None if ids is None else self._block_peaks,
+                None if ids is None else self._block_places,
                 num_rows,
                 vocabulary,
                 num_blocks,
+                None if temperature == 1 else float(temperature),
                 base_logits.stride(0),
                 self.weight_out.stride(0),
+                0 if noise is None else noise.stride(0),
+                0 if out is None else out.stride(0),
                 WIDTH=width,
                 OPERAND=_operand(self.weight_out.dtype),
                 ROWS=rows_each,
@@ -1012,20 +1096,23 @@ class HeadKernels:
                 CHUNK=min(max(16, triton.next_power_of_2(width)), 32 if self.weight_out.dtype == torch.float32 else 64),
                 num_warps=4,
             )
-            _choice_kernel[(num_rows,)](
-                self._block_peaks,
-                self._block_places,
-                self.token_ids,
-                ids,
-                places,
-                peaks,
-                num_blocks,
-                ids.stride(0),
-                0 if places is None else places.stride(0),
-                peaks.stride(0),
-                BLOCKS=triton.next_power_of_2(num_blocks),
-                num_warps=8,
-            )
+            if ids is not None:
+                assert peaks is not None and ids.shape == peaks.shape == (num_rows,)
+                assert ids.dtype == torch.int64 and peaks.dtype == torch.float32
+                _choice_kernel[(num_rows,)](
+                    self._block_peaks,
+                    self._block_places,
+                    self.token_ids,
+                    ids,
+                    places,
+                    peaks,
+                    num_blocks,
+                    ids.stride(0),
+                    0 if places is None else places.stride(0),
+                    peaks.stride(0),
+                    BLOCKS=triton.next_power_of_2(num_blocks),
+                    num_warps=8,
+                )
 
     def _fill_bottleneck(self, hidden_part: torch.Tensor, state: torch.Tensor):
         num_rows, width = hidden_part.shape
@@ -1068,6 +1155,180 @@ def _operand(dtype: torch.dtype):
 def _current(device: torch.device):
     """Triton launches on the current GPU, which need not be the one that holds the tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which processors and criteria may be called out of plain decoding's order? What we know reads nothing but its
+arguments; all else is called exactly as plain decoding would."""
+
+import copy
+from collections.abc import Iterable
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import logits_process, stopping_criteria
+
+# They read nothing but the tokens and logits of one row at a time: any row, any number of calls, same result.
+_ROW_WISE = {
+    getattr(logits_process, name)
+    for name in (
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "ExponentialDecayLengthPenalty",
+        "ForcedBOSTokenLogitsProcessor",
+        "ForcedEOSTokenLogitsProcessor",
+        "InfNanRemoveLogitsProcessor",
+        "LogitNormalization",
+        "MinLengthLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor",
+        "MinPLogitsWarper",
+        "NoBadWordsLogitsProcessor",
+        "NoRepeatNGramLogitsProcessor",
+        "RepetitionPenaltyLogitsProcessor",
+        "SequenceBiasLogitsProcessor",
+        "SuppressTokensAtBeginLogitsProcessor",
+        "SuppressTokensLogitsProcessor",
+        "TemperatureLogitsWarper",
+        "TopHLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "TypicalLogitsWarper",
+        "WatermarkLogitsProcessor",
+    )
+    if hasattr(logits_process, name)
+}
+# They read nothing but the logits, and none waits for a GPU: one call serves any rows at any places in their texts.
+_OF_LOGITS = {
+    logits_process.EpsilonLogitsWarper,
+    logits_process.LogitNormalization,
+    logits_process.MinPLogitsWarper,
+    logits_process.TemperatureLogitsWarper,
+    logits_process.TopKLogitsWarper,
+    logits_process.TopPLogitsWarper,
+    logits_process.TypicalLogitsWarper,
+}
+# These know a row by its place in the batch, so they need the whole batch at one length, but count no calls.
+_BATCH_WISE = {
+    logits_process.EncoderNoRepeatNGramLogitsProcessor,
+    logits_process.EncoderRepetitionPenaltyLogitsProcessor,
+}
+_ROW_WISE_CRITERIA = {
+    stopping_criteria.EosTokenCriteria,
+    stopping_criteria.MaxLengthCriteria,
+    stopping_criteria.MaxTimeCriteria,
+    stopping_criteria.StopStringCriteria,
+}
+
+
+def draft_processors(logits_processor: LogitsProcessorList) -> LogitsProcessorList:
+    """
+    The processors that also shape proposals, which only raises acceptance. Any other, a function of the user's for
+    `prefix_allowed_tokens_fn` too, might count its calls or know only what can follow the target's own tokens, and
+    must see the calls of plain decoding only.
+    """
+    return LogitsProcessorList(p for p in logits_processor if type(p) in _ROW_WISE | _BATCH_WISE)
+
+
+def are_row_wise(logits_processor: LogitsProcessorList, criteria: StoppingCriteriaList, pads: bool) -> bool:
+    """
+    Whether rows of different lengths may be processed and stopped one by one. Where ended rows cannot be padded
+    (`pads` false), they may differ in length only on the way to a common limit.
+    """
+    allowed = _ROW_WISE_CRITERIA if pads else {stopping_criteria.MaxLengthCriteria}
+    return all(type(p) in _ROW_WISE for p in logits_processor) and all(type(c) in allowed for c in criteria)
+
+
+def read_logits_alone(logits_processor: LogitsProcessorList) -> bool:
+    """Whether all of them read logits and nothing else, so that [`warp`] may call them."""
+    return all(type(processor) in _OF_LOGITS for processor in logits_processor)
+
+
+def warp(logits_processor: Iterable[LogitsProcessor], logits: torch.Tensor) -> torch.Tensor:
+    """Processed scores of logits `[m, V]`, of any rows at any places in their texts."""
+    no_text = torch.empty(len(logits), 0, dtype=torch.long, device=logits.device)
+    for processor in logits_processor:
+        logits = processor(no_text, logits)
+    return logits
+
+
+def process(
+    logits_processor: LogitsProcessorList, rows: list[int], input_ids: torch.LongTensor, scores: torch.Tensor
+) -> torch.Tensor:
+    """
+    Processed scores `[g, V]` of some `rows` of the batch; of all of them, where a processor is not row-wise.
+
+    Args:
+        rows (`list[int]`): which rows of the batch these are.
+        input_ids (`torch.LongTensor` of shape `[g, S]`), scores (`torch.FloatTensor` of shape `[g, V]`): theirs.
+    """
+    if not all(type(processor) in _ROW_WISE for processor in logits_processor):
+        return logits_processor(input_ids, scores)
+    # Called directly: a list of transformers looks up each one's arguments at every call.
+    for processor in logits_processor:
+        # Later versions of transformers let this one skip each row's padding: one number for each row of the batch.
+        skipped = getattr(processor, "prompt_ignore_length", None)
+        if isinstance(skipped, torch.Tensor):
+            processor = copy.copy(processor)
+            processor.prompt_ignore_length = skipped[torch.tensor(rows, device=skipped.device)]
+        scores = processor(input_ids, scores)
+    return scores
+
+
+# Copyright 2026 The domino_spec authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How is a token drawn? From one distribution, or from the target's by way of the draft's."""
+
+import torch
+from torch.nn import functional as F
+
+
+def draw(probabilities: torch.Tensor) -> torch.LongTensor:
+    """One token `[g]` from each of `probabilities` `[g, V]`, which need not add up to 1."""
+    return torch.multinomial(probabilities, 1)[:, 0]
+
+
+def draw_with(noise: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.LongTensor]:
+    """
+    The draw that `noise` makes, for kernels to be held against: token x with probability softmax(scores)[x].
+
+    Args:
+        noise (`torch.FloatTensor` of shape `[g, V]`): from the exponential distribution of mean 1.
+        scores (`torch.FloatTensor` of shape `[g, V]`).
+
+    Returns:
+        The largest of `scores - log(noise)` `[g]`, and where it stands `[g]`.
+    """
+    # Zero would be more than -inf can bear, and raise a token that has no probability.
+    return (scores - noise.clamp(min=1e-37).log()).max(-1)
+
+
+def accept_or_draw(
+    scores: torch.Tensor, proposal_ids: torch.LongTensor, draft_probabilities: torch.Tensor
+) -> tuple[torch.LongTensor, torch.BoolTensor]:
+    """
+    One step of rejection sampling.
+
+    Args:
+        scores (`torch.FloatTensor` of shape `[g, V]`): processed scores of the target.
+        proposal_ids (`torch.LongTensor` of shape `[g]`): drawn from `draft_probabilities`.
+        draft_probabilities (`torch.FloatTensor` of shape `[g, V]`): q.
+
+    Returns:
+        The tokens `[g]`, and which of them are the proposals `[g]`.
+    """
+    p = scores.softmax(-1)
+    q = draft_probabilities.to(p)
+    if missing := q.shape[-1] - p.shape[-1]:
+        # A processor of the user's has cut the target's vocabulary short.
+        p = F.pad(p, (0, missing))
+    index = proposal_ids[:, None]
+    p_proposal, q_proposal = p.gather(-1, index)[:, 0], q.gather(-1, index)[:, 0]
+    accepted = torch.rand_like(p_proposal) * q_proposal < p_proposal
+    residual = (p - q).clamp(min=0)
+    # Where p and q are equal but for rounding, nothing is left over, and p itself is the limit.
+    residual = torch.where(residual.sum(-1, keepdim=True) > 1e-9, residual, p)
+    return torch.where(accepted, proposal_ids, draw(residual)), accepted
 
 
 # Copyright 2026 The domino_spec authors.
@@ -1228,100 +1489,6 @@ class Scorer:
 
 # Copyright 2026 The domino_spec authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which processors and criteria may be called out of plain decoding's order? What we know reads nothing but its
-arguments; all else is called exactly as plain decoding would."""
-
-import copy
-
-import torch
-from transformers import LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import logits_process, stopping_criteria
-
-# They read nothing but the tokens and logits of one row at a time: any row, any number of calls, same result.
-_ROW_WISE = {
-    getattr(logits_process, name)
-    for name in (
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-        "ExponentialDecayLengthPenalty",
-        "ForcedBOSTokenLogitsProcessor",
-        "ForcedEOSTokenLogitsProcessor",
-        "InfNanRemoveLogitsProcessor",
-        "LogitNormalization",
-        "MinLengthLogitsProcessor",
-        "MinNewTokensLengthLogitsProcessor",
-        "MinPLogitsWarper",
-        "NoBadWordsLogitsProcessor",
-        "NoRepeatNGramLogitsProcessor",
-        "RepetitionPenaltyLogitsProcessor",
-        "SequenceBiasLogitsProcessor",
-        "SuppressTokensAtBeginLogitsProcessor",
-        "SuppressTokensLogitsProcessor",
-        "TemperatureLogitsWarper",
-        "TopHLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "TypicalLogitsWarper",
-        "WatermarkLogitsProcessor",
-    )
-    if hasattr(logits_process, name)
-}
-# These know a row by its place in the batch, so they need the whole batch at one length, but count no calls.
-_BATCH_WISE = {
-    logits_process.EncoderNoRepeatNGramLogitsProcessor,
-    logits_process.EncoderRepetitionPenaltyLogitsProcessor,
-}
-_ROW_WISE_CRITERIA = {
-    stopping_criteria.EosTokenCriteria,
-    stopping_criteria.MaxLengthCriteria,
-    stopping_criteria.MaxTimeCriteria,
-    stopping_criteria.StopStringCriteria,
-}
-
-
-def draft_processors(logits_processor: LogitsProcessorList) -> LogitsProcessorList:
-    """
-    The processors that also shape proposals, which only raises acceptance. Any other, a function of the user's for
-    `prefix_allowed_tokens_fn` too, might count its calls or know only what can follow the target's own tokens, and
-    must see the calls of plain decoding only.
-    """
-    return LogitsProcessorList(p for p in logits_processor if type(p) in _ROW_WISE | _BATCH_WISE)
-
-
-def are_row_wise(logits_processor: LogitsProcessorList, criteria: StoppingCriteriaList, pads: bool) -> bool:
-    """
-    Whether rows of different lengths may be processed and stopped one by one. Where ended rows cannot be padded
-    (`pads` false), they may differ in length only on the way to a common limit.
-    """
-    allowed = _ROW_WISE_CRITERIA if pads else {stopping_criteria.MaxLengthCriteria}
-    return all(type(p) in _ROW_WISE for p in logits_processor) and all(type(c) in allowed for c in criteria)
-
-
-def process(
-    logits_processor: LogitsProcessorList, rows: list[int], input_ids: torch.LongTensor, scores: torch.Tensor
-) -> torch.Tensor:
-    """
-    Processed scores `[g, V]` of some `rows` of the batch; of all of them, where a processor is not row-wise.
-
-    Args:
-        rows (`list[int]`): which rows of the batch these are.
-        input_ids (`torch.LongTensor` of shape `[g, S]`), scores (`torch.FloatTensor` of shape `[g, V]`): theirs.
-    """
-    if not all(type(processor) in _ROW_WISE for processor in logits_processor):
-        return logits_processor(input_ids, scores)
-    # Called directly: a list of transformers looks up each one's arguments at every call.
-    for processor in logits_processor:
-        # Later versions of transformers let this one skip each row's padding: one number for each row of the batch.
-        skipped = getattr(processor, "prompt_ignore_length", None)
-        if isinstance(skipped, torch.Tensor):
-            processor = copy.copy(processor)
-            processor.prompt_ignore_length = skipped[torch.tensor(rows, device=skipped.device)]
-        scores = processor(input_ids, scores)
-    return scores
-
-
-# Copyright 2026 The domino_spec authors.
-# SPDX-License-Identifier: Apache-2.0
 """What is decided so far? The token ids of a batch whose rows may differ in length."""
 
 from collections.abc import Iterator
@@ -1451,7 +1618,7 @@ class Sequences:
 
 # Copyright 2026 The domino_spec authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How does drafting cost a GPU no more than its kernels? All of a greedy round's draft phase in one CUDA graph."""
+"""How does drafting cost a GPU no more than its kernels? All of a round's draft phase in one CUDA graph."""
 
 import threading
 from dataclasses import dataclass
@@ -1460,6 +1627,8 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.nn import functional as F
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import TemperatureLogitsWarper
 from transformers.utils import logging
 
 
@@ -1467,6 +1636,8 @@ logger = logging.get_logger(__name__)
 
 # The room for text is a multiple of this, so that calls of about one length share a graph.
 _ROOM = 512
+# Ways to choose a token (greedily, or by these warpers) that graphs are kept for; each keeps memory of its own.
+_MOST_WAYS = 4
 
 
 @dataclass
@@ -1488,7 +1659,7 @@ def can_capture(device: torch.device) -> bool:
 
 class CapturedDraft:
     """
-    The draft phase of greedy rounds with fixed shapes: context in, proposals out, and no word with the host between.
+    The draft phase of rounds with fixed shapes: context in, proposals out, and no word with the host between.
 
     Args:
         draft (`DominoDraftModel`), scorer (`Scorer`): the draft, and what scores its proposals, with a plain head and
@@ -1496,19 +1667,31 @@ class CapturedDraft:
         parts (`TargetParts`): of the target.
         num_rows (`int`), num_proposals (`int`): n, and K of each round.
         room (`int`): context and block of a row must fit in so many slots.
+        warpers (`LogitsProcessorList`, *optional*): draw each proposal from what they leave, which read logits alone;
+            the likeliest is taken when not given.
         input_table (`torch.Tensor` of shape `[V, 3 * G]`, *optional*): `W_ih` times each embedding.
     """
 
     def __init__(
-        self, draft, scorer: Scorer, parts: TargetParts, num_rows: int, num_proposals: int, room: int, input_table=None
+        self,
+        draft,
+        scorer: Scorer,
+        parts: TargetParts,
+        num_rows: int,
+        num_proposals: int,
+        room: int,
+        warpers: LogitsProcessorList | None = None,
+        input_table: torch.Tensor | None = None,
     ):
         assert isinstance(scorer.head, PlainHead)
         device, head = draft.device, scorer.head
         self._draft, self.parts, self.head = ref(draft), parts, head
         self.scored, self.token_ids = scorer.target, scorer.token_ids
         self.num_proposals, self.room, self.input_table = num_proposals, room, input_table
-        # The weights that it reads; see `Captures`.
+        # The weights that it reads, and what it may serve; see `Captures`.
         self.made_of: tuple = ()
+        self.way: tuple | None = None
+        self.kind: tuple = ()
         self.cache = DraftCache(num_rows, room + 1)
         # A round commits the proposals and a bonus token at most.
         width = num_proposals + 1
@@ -1518,8 +1701,23 @@ class CapturedDraft:
         self._numbers_here = torch.zeros(3, num_rows, dtype=torch.long, pin_memory=device.type == "cuda")
         self.anchor = torch.zeros(num_rows, 1, dtype=torch.long, device=device)
         self.proposal_ids = torch.zeros(num_rows, num_proposals, dtype=torch.long, device=device)
-        self.peaks = torch.zeros(num_proposals, num_rows, device=device)
+        self.peaks = torch.zeros(num_proposals, num_rows, dtype=torch.float32, device=device)
         self.finite = torch.zeros((), dtype=torch.bool, device=device)
+        self.warpers = None if warpers is None else list(warpers)
+        self.temperature, self.probabilities = 1.0, None
+        if self.warpers is not None:
+            # `generate` has temperature before the others; scoring can do its part.
+            if self.warpers and type(self.warpers[0]) is TemperatureLogitsWarper:
+                self.temperature = self.warpers.pop(0).temperature
+            size = len(head.weight_out)
+            numbers = {"dtype": torch.float32, "device": device}
+            self.logits, self.noise = torch.empty(2, num_rows, size, **numbers)
+            self.places = torch.zeros_like(self.proposal_ids)
+            # Of what may be proposed; and of all ids, which are the same without a shortlist.
+            self.listed = torch.empty(num_rows, num_proposals, size, **numbers)
+            self.probabilities = self.listed
+            if self.token_ids is not None:
+                self.probabilities = torch.zeros(num_rows, num_proposals, draft.config.vocab_size, **numbers)
         self.kernels: HeadKernels | None = None
         weights = (head.weight_hh, head.weight_state, head.weight_out)
         if is_available(device) and all(weight.dtype in KERNEL_DTYPES for weight in weights):
@@ -1564,7 +1762,7 @@ class CapturedDraft:
             self._capture()
         else:
             self._graph.replay()
-        return Proposal(self.proposal_ids, finite=self.finite)
+        return Proposal(self.proposal_ids, self.probabilities, self.finite)
 
     def _capture(self):
         # The first run is this round's own, and warms up what must not happen in a capture (compilation, workspaces).
@@ -1593,21 +1791,55 @@ class CapturedDraft:
         base_logits = self.scored.logits(hidden)
         begun, token, state = head.begin(hidden), self.anchor[:, 0], None
         for k in range(self.num_proposals):
-            corrected = k >= config.pure_draft_prefix_len
             state = self._step(token, state)
-            if self.kernels is not None:
-                self.kernels.score_argmax(
-                    base_logits[:, k], self.proposal_ids[:, k], self.peaks[k], begun[:, k], state, corrected
-                )
+            correct_by = (begun[:, k], state) if k >= config.pure_draft_prefix_len else None
+            if self.warpers is None:
+                self._take_likeliest(k, base_logits[:, k], correct_by)
             else:
-                logits = base_logits[:, k]
-                if corrected:
-                    logits = logits + head.correction(begun[:, k], state, None).to(logits)
-                peaks, places = logits.max(-1)
-                self.peaks[k] = peaks
-                self.proposal_ids[:, k] = places if self.token_ids is None else self.token_ids[places]
+                self._draw(k, base_logits[:, k], correct_by)
             token = self.proposal_ids[:, k]
+        if self.warpers is not None:
+            # Where logits are no numbers nothing was drawn: what was taken has all the probability.
+            broken = self.listed[..., :1].isnan()
+            self.listed.masked_fill_(broken, 0).scatter_add_(2, self.places[..., None], broken.to(self.listed))
+            if self.token_ids is not None:
+                self.probabilities.index_copy_(2, self.token_ids, self.listed)
         self.finite.copy_(torch.isfinite(self.peaks).all())
+
+    def _take_likeliest(self, k: int, base_logits: torch.Tensor, correct_by: CorrectBy | None):
+        """Proposal k by its base logits `[n, V]`; `correct_by` as for [`HeadKernels.score_argmax`]."""
+        if self.kernels is not None:
+            self.kernels.score_argmax(base_logits, self.proposal_ids[:, k], self.peaks[k], correct_by=correct_by)
+        else:
+            self._put(k, *self._final_logits(base_logits, correct_by).max(-1))
+
+    def _draw(self, k: int, base_logits: torch.Tensor, correct_by: CorrectBy | None):
+        """[`_take_likeliest`] for a draw; keeps the distribution that it is from."""
+        assert self.warpers is not None
+        self.noise.exponential_()
+        outputs = (self.proposal_ids[:, k], self.peaks[k], self.places[:, k])
+        if self.kernels is None:
+            logits = warp(self.warpers, self._final_logits(base_logits, correct_by).float() / self.temperature)
+            self._put(k, *draw_with(self.noise, logits))
+        elif self.warpers:
+            self.kernels.score(base_logits, self.logits, correct_by, self.temperature)
+            logits = warp(self.warpers, self.logits)
+            self.kernels.score_sample(logits, self.noise, *outputs)
+        else:
+            logits = self.logits
+            self.kernels.score_sample(base_logits, self.noise, *outputs, correct_by, self.temperature, out=logits)
+        self.listed[:, k] = logits.softmax(-1)
+
+    def _final_logits(self, base_logits: torch.Tensor, correct_by: CorrectBy | None) -> torch.Tensor:
+        if correct_by is None:
+            return base_logits
+        return base_logits + self.head.correction(*correct_by, None).to(base_logits)
+
+    def _put(self, k: int, peaks: torch.Tensor, places: torch.LongTensor):
+        self.peaks[k] = peaks
+        self.proposal_ids[:, k] = places if self.token_ids is None else self.token_ids[places]
+        if self.warpers is not None:
+            self.places[:, k] = places
 
     def _step(self, token: torch.LongTensor, state: torch.Tensor | None) -> torch.Tensor:
         """The prefix state after one more token."""
@@ -1630,7 +1862,8 @@ class Captures:
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self):
-        self._idle: dict[tuple, list[CapturedDraft]] = {}
+        # By way to choose a token, the one used last at the end; then by shapes.
+        self._idle: dict[tuple | None, dict[tuple, list[CapturedDraft]]] = {}
         self._weights: tuple = ()
         self._table: torch.Tensor | None = None
 
@@ -1655,36 +1888,46 @@ class Captures:
         )
 
     def take(
-        self, draft, scorer: Scorer, parts: TargetParts, num_rows: int, num_proposals: int, slots: int
+        self,
+        draft,
+        scorer: Scorer,
+        parts: TargetParts,
+        num_rows: int,
+        num_proposals: int,
+        slots: int,
+        warpers: LogitsProcessorList | None,
     ) -> CapturedDraft:
-        """One for rows of at most `slots` slots, made if none is idle."""
+        """One for rows of at most `slots` slots, made if none is idle; the others are as for [`CapturedDraft`]."""
         room = -(-slots // _ROOM) * _ROOM
         weights = (*draft.parameters(), parts.embedding.weight, parts.output_head.weight)
         # A graph reads the memory that it was captured with, and shapes are baked in.
         made_of = (draft.config.shortlist, *(_identity(weight) for weight in weights))
         options, head = draft.capture_options, scorer.head
         assert isinstance(head, PlainHead)
+        # What warpers are told is baked in as well.
+        way = None if warpers is None else tuple((type(one), *sorted(vars(one).items())) for one in warpers)
+        kind = (num_rows, num_proposals, room, options.input_table)
         with self._lock:
             if made_of != self._weights:
                 self._idle, self._table, self._weights = {}, None, made_of
             if options.input_table and self._table is None:
                 self._table = _input_table(head, parts)
-            if idle := self._idle.get((num_rows, num_proposals, room, options.input_table)):
+            of_way = self._idle[way] = self._idle.pop(way, {})
+            if len(self._idle) > _MOST_WAYS:
+                del self._idle[next(iter(self._idle))]
+            if idle := of_way.get(kind):
                 return idle.pop()
         table = self._table if options.input_table else None
-        captured = CapturedDraft(draft, scorer, parts, num_rows, num_proposals, room, table)
-        captured.made_of = made_of
+        captured = CapturedDraft(draft, scorer, parts, num_rows, num_proposals, room, warpers, table)
+        captured.made_of, captured.way, captured.kind = made_of, way, kind
         return captured
 
     def give_back(self, captured: CapturedDraft):
-        """For the next call, unless the weights have changed meanwhile."""
+        """For the next call, unless the weights have changed meanwhile, or its way was not used for long."""
         captured.cache.clear()
         with self._lock:
-            if captured.made_of != self._weights:
-                return
-            has_table = captured.input_table is not None
-            key = (len(captured.cache.lengths), captured.num_proposals, captured.room, has_table)
-            self._idle.setdefault(key, []).append(captured)
+            if captured.made_of == self._weights and captured.way in self._idle:
+                self._idle[captured.way].setdefault(captured.kind, []).append(captured)
 
 
 def _input_table(head: PlainHead, parts: TargetParts) -> torch.Tensor:
@@ -2001,47 +2244,6 @@ def _row(attention: torch.Tensor, k: int, layer: CacheLayerMixin) -> torch.Tenso
 
 # Copyright 2026 The domino_spec authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How is a token drawn? From one distribution, or from the target's by way of the draft's."""
-
-import torch
-from torch.nn import functional as F
-
-
-def draw(probabilities: torch.Tensor) -> torch.LongTensor:
-    """One token `[g]` from each of `probabilities` `[g, V]`, which need not add up to 1."""
-    return torch.multinomial(probabilities, 1)[:, 0]
-
-
-def accept_or_draw(
-    scores: torch.Tensor, proposal_ids: torch.LongTensor, draft_probabilities: torch.Tensor
-) -> tuple[torch.LongTensor, torch.BoolTensor]:
-    """
-    One step of rejection sampling.
-
-    Args:
-        scores (`torch.FloatTensor` of shape `[g, V]`): processed scores of the target.
-        proposal_ids (`torch.LongTensor` of shape `[g]`): drawn from `draft_probabilities`.
-        draft_probabilities (`torch.FloatTensor` of shape `[g, V]`): q.
-
-    Returns:
-        The tokens `[g]`, and which of them are the proposals `[g]`.
-    """
-    p = scores.softmax(-1)
-    q = draft_probabilities.to(p)
-    if missing := q.shape[-1] - p.shape[-1]:
-        # A processor of the user's has cut the target's vocabulary short.
-        p = F.pad(p, (0, missing))
-    index = proposal_ids[:, None]
-    p_proposal, q_proposal = p.gather(-1, index)[:, 0], q.gather(-1, index)[:, 0]
-    accepted = torch.rand_like(p_proposal) * q_proposal < p_proposal
-    residual = (p - q).clamp(min=0)
-    # Where p and q are equal but for rounding, nothing is left over, and p itself is the limit.
-    residual = torch.where(residual.sum(-1, keepdim=True) > 1e-9, residual, p)
-    return torch.where(accepted, proposal_ids, draw(residual)), accepted
-
-
-# Copyright 2026 The domino_spec authors.
-# SPDX-License-Identifier: Apache-2.0
 """What is kept of a proposal? The rule that makes the output exactly the target's own."""
 
 from dataclasses import dataclass, field
@@ -2114,8 +2316,11 @@ def verify(
     """
     num_rows, num_proposals = proposal.proposal_ids.shape
     alone = num_rows == 1 or not lockstep
-    if alone and not logits_processor and not do_sample and _stop_by_token(stopping_criteria, sequences, num_proposals):
-        return _verify_at_once(sequences, proposal, logits, stopping_criteria, stopped, keep_scores)
+    is_plain = not do_sample and not logits_processor
+    at_once = is_plain or (is_far(logits.device) and read_logits_alone(logits_processor))
+    if alone and at_once and _stop_by_token(stopping_criteria, sequences, num_proposals):
+        scores = warp(logits_processor, logits.flatten(0, 1)).view_as(logits)
+        return _verify_at_once(sequences, proposal, scores, stopping_criteria, stopped, do_sample, keep_scores)
     rows = list(range(num_rows))
     stopped = list(stopped)
     num_new, rejected = [0] * num_rows, [False] * num_rows
@@ -2123,7 +2328,7 @@ def verify(
     live = [row for row in rows if lockstep or not stopped[row]]
 
     # Without processors all choices are known at once.
-    choices = logits.argmax(-1) if not logits_processor and not do_sample else None
+    choices = logits.argmax(-1) if is_plain else None
     matches = [] if choices is None else (choices[:, :-1] == proposal.proposal_ids).tolist()
 
     def choose(k: int, members: list[int], index: Rows, scores: torch.Tensor) -> tuple[torch.LongTensor, list[bool]]:
@@ -2183,6 +2388,11 @@ def verify(
     return Verification(num_new, stopped, rejected, finite, new_scores)
 
 
+def is_far(device: torch.device) -> bool:
+    """Whether waiting for a word from `device` takes longer than its work on what may turn out not to be needed."""
+    return device.type != "cpu"
+
+
 def _stop_by_token(criteria: StoppingCriteriaList, sequences: Sequences, num_proposals: int) -> bool:
     """Whether all `criteria` judge a token by itself and its place: a limit, or an end token."""
     longest = max(sequences.lengths) + num_proposals + 1
@@ -2199,16 +2409,20 @@ def _stop_by_token(criteria: StoppingCriteriaList, sequences: Sequences, num_pro
 def _verify_at_once(
     sequences: Sequences,
     proposal: Proposal,
-    logits: torch.Tensor,
+    scores: torch.Tensor,
     criteria: StoppingCriteriaList,
     stopped: list[bool],
+    do_sample: bool,
     keep_scores: bool,
 ) -> Verification:
-    """Greedy [`verify`] of rows that hold no other up, by criteria of tokens: one wait for the device a round."""
-    choices = logits.argmax(-1)
-    num_rows, width = choices.shape
+    """
+    [`verify`] of rows that hold no other up, by processed scores `[n, K + 1, V]` and criteria of tokens: one wait for
+    the device a round.
+    """
+    num_rows, width = scores.shape[:2]
+    choices, stand = _choices(proposal, scores, do_sample)
     matches, ends = torch.zeros_like(choices, dtype=torch.bool), torch.zeros_like(choices, dtype=torch.bool)
-    matches[:, :-1] = choices[:, :-1] == proposal.proposal_ids
+    matches[:, :-1] = stand
     limit: float = float("inf")
     for criterion in criteria:
         if isinstance(criterion, MaxLengthCriteria):
@@ -2217,7 +2431,7 @@ def _verify_at_once(
             ends |= torch.isin(choices, criterion.eos_token_id.to(choices.device))
     finite = matches.new_ones(()) if proposal.finite is None else proposal.finite.to(matches.device)
     *flags, is_finite = torch.cat([matches.flatten(), ends.flatten(), finite[None]]).tolist()
-    # What is accepted is the target's choice, so its choices are all there is to write.
+    # What is accepted is among the choices, so they are all there is to write.
     sequences.put_block(choices)
 
     num_new, rejected, stopped = [0] * num_rows, [False] * num_rows, list(stopped)
@@ -2232,8 +2446,22 @@ def _verify_at_once(
             rejected[row] = k < width - 1 and not stands[k]
             if stopped[row] or not stands[k]:
                 break
-    scores = [logits[:, k] for k in range(max(num_new))] if keep_scores else []
-    return Verification(num_new, stopped, rejected, is_finite, scores)
+    kept = [scores[:, k] for k in range(max(num_new))] if keep_scores else []
+    return Verification(num_new, stopped, rejected, is_finite, kept)
+
+
+def _choices(proposal: Proposal, scores: torch.Tensor, do_sample: bool) -> tuple[torch.LongTensor, torch.BoolTensor]:
+    """Tokens `[n, K + 1]`, of which a row takes those up to the first that is no proposal; which ones are, `[n, K]`."""
+    if not do_sample:
+        choices = scores.argmax(-1)
+        return choices, choices[:, :-1] == proposal.proposal_ids
+    bonus = draw(scores[:, -1].softmax(-1))[:, None]
+    if proposal.probabilities is None:
+        return bonus, torch.zeros_like(proposal.proposal_ids, dtype=torch.bool)
+    tokens, stand = accept_or_draw(
+        scores[:, :-1].flatten(0, 1), proposal.proposal_ids.flatten(), proposal.probabilities.flatten(0, 1)
+    )
+    return torch.cat([tokens.view_as(proposal.proposal_ids), bonus], dim=1), stand.view_as(proposal.proposal_ids)
 
 
 # Copyright 2026 The domino_spec authors.
@@ -3457,8 +3685,7 @@ class _Decoding:
         limit = self.stopping_criteria.max_length
         if (
             self.draft.capture_options is None
-            or self.do_sample
-            or self.logits_processor
+            or (self.draft_processors and not (self.do_sample and read_logits_alone(self.draft_processors)))
             or self.tree_size > 0
             or self.schedule.watches
             or self.schedule.num_proposals == 0
@@ -3468,8 +3695,9 @@ class _Decoding:
             return None
         # Behind the text stand a round's context and block, and one slot for what no row has.
         slots = limit + 2 * self.draft.config.block_size + 2
+        warpers = self.draft_processors if self.do_sample else None
         return Captures.of(self.target, self.draft).take(
-            self.draft, self.scorer, self.parts, num_rows, self.schedule.num_proposals, slots
+            self.draft, self.scorer, self.parts, num_rows, self.schedule.num_proposals, slots, warpers
         )
 
     def release(self):
