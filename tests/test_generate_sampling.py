@@ -12,7 +12,13 @@ import math
 import pytest
 import torch
 from helpers import make_draft, make_target, random_tokens
-from transformers import LogitsProcessor, LogitsProcessorList, WatermarkingConfig
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    WatermarkingConfig,
+)
 
 from domino_spec.generation import verification
 from domino_spec.generation.sampling import accept_or_draw
@@ -220,6 +226,33 @@ def test_answers_that_are_verified_at_once_are_distributed_so_too(pair, name, as
     assert acceptance_length > 1, "no proposal was ever accepted, so nothing was tested"
     # The end token comes with a least length, which is read from the text.
     assert bool(as_if_far) == (name != "end token")
+
+
+@pytest.mark.parametrize("reached", [False, True], ids=["not reached", "reached"])
+def test_logits_that_are_no_numbers_matter_only_where_a_token_is_drawn_from_them(as_if_far, reached):
+    torch.manual_seed(0)
+    logits = torch.randn(2, 3, VOCAB)
+    logits[0, 2, 4] = torch.nan
+    logits[1] = torch.nan
+    probabilities = torch.full((2, 2, VOCAB), 1 / VOCAB)
+    if not reached:
+        # The first proposal cannot stand.
+        probabilities = torch.nn.functional.one_hot(torch.zeros(2, 2, dtype=torch.long), VOCAB).float()
+        logits[0, 0, 0] = -torch.inf
+    else:
+        logits[0, :2, 0] = 100.0
+    sequences = Sequences(random_tokens(2, PROMPT, vocab=VOCAB))
+    sequences.reserve(3)
+    criteria = StoppingCriteriaList([MaxLengthCriteria(PROMPT + 10)])
+    proposal = Proposal(torch.zeros(2, 2, dtype=torch.long), probabilities)
+    arguments = (sequences, proposal, logits, LogitsProcessorList(), criteria, [False, True], True, False)
+    if reached:
+        with pytest.raises(RuntimeError, match=f"Token {PROMPT + 2} cannot be drawn"):
+            verify(*arguments)
+    else:
+        # The other row has ended before.
+        assert verify(*arguments).num_new == [1, 0]
+    assert as_if_far
 
 
 @pytest.mark.parametrize("lockstep", [False, True], ids=["ragged", "lockstep"])
