@@ -5,8 +5,8 @@
     PYTHONPATH=tests python tests/gpu_checks.py [--device cuda] [--output checks.json]
 
 Each check runs a batch of padded rows of different acceptance, plain and with a draft, and compares tokens: exactly
-in float64, up to numeric ties in half precision. Takes about a minute, prints a table, fails if any check fails. With
-`--device cpu` it tests itself.
+in float64, up to numeric ties in half precision; sampled tokens are counted against their exact distribution. Takes
+about a minute, prints a table, fails if any check fails. With `--device cpu` it tests itself.
 """
 
 import argparse
@@ -22,7 +22,9 @@ from tempfile import TemporaryDirectory
 import torch
 from batching import GoodBatchDraft, padded_batch
 from contract import cached_target, first_difference_is_tie
-from helpers import MASK_TOKEN, make_draft
+from helpers import MASK_TOKEN, kept_captures, make_draft
+from sampling_draws import draw_transitions, exact_transitions, make_forgetful_pair, transitions_p
+from test_generate_sampling import COMBINATIONS
 from transformers import AutoModelForCausalLM
 
 from domino_spec.evaluation.benchmark import provenance
@@ -75,9 +77,23 @@ def compare_captured(target, num_rows: int, input_table: bool) -> float:
             )
             lengths.append((output.sequences.tolist(), output.acceptance_lengths.tolist()))
     assert lengths[:2] == lengths[2:4] == lengths[4:], "a graph gave other rounds"
-    kept = Captures.of(target, draft)._idle
-    assert device.type == "cpu" or any(one._graph is not None for some in kept.values() for one in some), "no graph"
+    kept = kept_captures(Captures.of(target, draft))
+    assert device.type == "cpu" or any(one._graph is not None for one in kept), "no graph"
     return float(torch.tensor(lengths[0][1]).float().mean())
+
+
+def compare_sampled(device: str, name: str, graphs: bool) -> float:
+    """Sampled tokens against their exact distribution; the same seeds draw the same, also once a graph is there."""
+    target, draft = (model.to(device) for model in make_forgetful_pair())
+    draft.use_cuda_graphs(graphs)
+    drawn = [draw_transitions((target, draft), COMBINATIONS[name], 8, seed) for seed in (*range(8), 6, 7)]
+    counts = [counts for counts, _, _ in drawn]
+    assert torch.equal(counts[6], counts[8]) and torch.equal(counts[7], counts[9]), "a seed drew something else"
+    p_value = transitions_p(sum(counts[:8]), exact_transitions(target, COMBINATIONS[name]))
+    assert p_value > 0.001, f"p is {p_value:.2g}"
+    kept = kept_captures(Captures.of(target, draft))
+    assert device == "cpu" or any(one._graph is not None for one in kept) == graphs, "no graph, or one unasked"
+    return sum(committed for _, committed, _ in drawn) / sum(rounds for _, _, rounds in drawn)
 
 
 def target_on(device, dtype=torch.float64, attention="sdpa", arch="qwen3"):
@@ -114,6 +130,10 @@ def checks(device: str, folder: Path) -> dict:
         "draft phase in a graph": lambda: compare_captured(target_on(device), 1, False),
         "draft phase in a graph, batch, float32": lambda: compare_captured(target_on(device, torch.float32), 4, False),
         "draft phase in a graph, table, float32": lambda: compare_captured(target_on(device, torch.float32), 1, True),
+        "sampling": lambda: compare_sampled(device, "top-p", False),
+        "sampling in a graph": lambda: compare_sampled(device, "plain", True),
+        "sampling in a graph, temperature and top-k": lambda: compare_sampled(device, "temperature and top-k", True),
+        "sampling in a graph, top-p": lambda: compare_sampled(device, "top-p", True),
         "float32": lambda: compare(target_on(device, torch.float32), device, ties=True),
         "bfloat16": lambda: compare(target_on(device, torch.bfloat16), device, ties=True),
         "float16 target, bfloat16 draft": lambda: compare(

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from domino_spec.configuration_domino import DominoConfig
+from domino_spec.generation.captured import CapturedDraft, Captures
 from domino_spec.modeling_domino import DominoDraftModel
 
 VOCAB = 96
@@ -161,6 +162,11 @@ def draft_config(target_config=None, head: bool = True, sliding_window: int | No
         kinds = ("sliding_attention", "full_attention")
         fields |= {"sliding_window": sliding_window, "layer_types": [kinds[i % 2] for i in range(depth)]}
     return DominoConfig(**{**fields, **overrides})
+
+
+def kept_captures(captures: Captures) -> list[CapturedDraft]:
+    """Draft phases that `captures` holds for the next calls, whichever way they choose."""
+    return [one for of_way in captures._idle.values() for of_kind in of_way.values() for one in of_kind]
 
 
 def random_tokens(rows: int, length: int, seed: int = 0, vocab: int = VOCAB) -> torch.LongTensor:

@@ -74,11 +74,12 @@ def make_forgetful_pair():
 
 def exact_transitions(target, options) -> torch.Tensor:
     """Probability of each token after each two, `[VOCAB, VOCAB, VOCAB]`."""
-    processors = caught_processors(target, PROMPT, NEW_TOKENS, options)
+    prompt = PROMPT.to(target.device)
+    processors = caught_processors(target, prompt, NEW_TOKENS, options)
     pairs = torch.cartesian_prod(torch.arange(VOCAB), torch.arange(VOCAB))
     table = torch.zeros(VOCAB**2, VOCAB, dtype=torch.double)
     for row, pair in enumerate(pairs):
-        ids = torch.cat([PROMPT, pair[None]], dim=1)
+        ids = torch.cat([prompt, pair[None].to(prompt)], dim=1)
         with torch.no_grad():
             table[row] = processors(ids, target(ids).logits[:, -1].float()).softmax(-1)[0]
     return table.view(VOCAB, VOCAB, VOCAB)
@@ -93,9 +94,10 @@ def draw_transitions(pair, options, batch: int, seed: int) -> tuple[torch.Tensor
     """
     target, draft = pair
     torch.manual_seed(seed)
+    prompt = PROMPT.to(target.device)
     output = target.generate(
-        PROMPT,
-        attention_mask=torch.ones_like(PROMPT),
+        prompt,
+        attention_mask=torch.ones_like(prompt),
         assistant_model=draft,
         do_sample=True,
         num_return_sequences=batch,
@@ -104,7 +106,7 @@ def draw_transitions(pair, options, batch: int, seed: int) -> tuple[torch.Tensor
         return_dict_in_generate=True,
         **options,
     )
-    ids = output.sequences[:, VOCAB - 2 :]
+    ids = output.sequences[:, VOCAB - 2 :].cpu()
     index = (ids[:, :-2] * VOCAB + ids[:, 1:-1]) * VOCAB + ids[:, 2:]
     counts = index.flatten().bincount(minlength=VOCAB**3).view(VOCAB, VOCAB, VOCAB)
     lengths = output.acceptance_lengths

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from batching import GoodBatchDraft, padded_batch
-from helpers import ARCHITECTURES, MASK_TOKEN, make_draft, make_target, random_tokens
+from helpers import ARCHITECTURES, MASK_TOKEN, kept_captures, make_draft, make_target, random_tokens
 from peft import LoraConfig, get_peft_model
 from sampling_draws import draw_transitions, exact_transitions, make_forgetful_pair, transitions_p
 from test_generate_sampling import COMBINATIONS
@@ -44,10 +44,6 @@ def phases(monkeypatch):
 
 def lengths_of(output):
     return output.acceptance_lengths.tolist()
-
-
-def kept(captures) -> list[CapturedDraft]:
-    return [one for of_way in captures._idle.values() for of_kind in of_way.values() for one in of_kind]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -148,7 +144,7 @@ def test_one_that_comes_back_after_the_weights_changed_is_let_go(target, monkeyp
 
     monkeypatch.setattr(Captures, "give_back", late)
     target.generate(ids, max_new_tokens=20, assistant_model=draft)
-    assert not kept(captures)
+    assert not kept_captures(captures)
 
 
 def test_calls_at_once_do_not_share_one(target):
@@ -204,7 +200,7 @@ def test_the_pair_can_be_let_go_and_copied(target):
     assert copy.deepcopy(draft).capture_options is not None
     of_draft, of_target = weakref.ref(draft), weakref.ref(target)
     held = Captures.of(target, draft)
-    assert len(kept(held)) == 1
+    assert len(kept_captures(held)) == 1
     del draft, held
     gc.collect()
     assert of_draft() is None
@@ -322,7 +318,7 @@ def test_graphs_are_kept_for_the_last_few_ways_to_choose(target):
     held = Captures.of(target, draft)
 
     def temperatures():
-        return sorted({one.temperature for one in kept(held)})
+        return sorted({one.temperature for one in kept_captures(held)})
 
     def sample(temperature):
         target.generate(ids, max_new_tokens=20, assistant_model=draft, do_sample=True, top_k=0, temperature=temperature)
@@ -335,7 +331,7 @@ def test_graphs_are_kept_for_the_last_few_ways_to_choose(target):
     sample(0.9)
     assert temperatures() == [0.5, 0.7, 0.8, 0.9]
     target.generate(ids, max_new_tokens=20, assistant_model=draft)
-    assert len(kept(held)) == 4 and sum(one.warpers is None for one in kept(held)) == 1
+    assert len(kept_captures(held)) == 4 and sum(one.warpers is None for one in kept_captures(held)) == 1
 
 
 def test_rows_that_are_sampled_leave_one_by_one(target, phases):

@@ -2420,6 +2420,11 @@ def _verify_at_once(
     the device a round.
     """
     num_rows, width = scores.shape[:2]
+    drawable = torch.ones(num_rows, width, dtype=torch.bool, device=scores.device)
+    if do_sample:
+        # What is never reached may be anything: other tokens than these might have come before it.
+        drawable = scores.amax(-1).isfinite()
+        scores = torch.where(drawable[..., None], scores, 0)
     choices, stand = _choices(proposal, scores, do_sample)
     matches, ends = torch.zeros_like(choices, dtype=torch.bool), torch.zeros_like(choices, dtype=torch.bool)
     matches[:, :-1] = stand
@@ -2430,7 +2435,8 @@ def _verify_at_once(
         else:
             ends |= torch.isin(choices, criterion.eos_token_id.to(choices.device))
     finite = matches.new_ones(()) if proposal.finite is None else proposal.finite.to(matches.device)
-    *flags, is_finite = torch.cat([matches.flatten(), ends.flatten(), finite[None]]).tolist()
+    flags = torch.stack([matches, ends, drawable]).flatten()
+    *found, is_finite = torch.cat([flags, finite[None]]).tolist()
     # What is accepted is among the choices, so they are all there is to write.
     sequences.put_block(choices)
 
@@ -2438,9 +2444,13 @@ def _verify_at_once(
     for row in range(num_rows):
         if stopped[row]:
             continue
-        stands = flags[row * width : (row + 1) * width]
-        is_end = flags[(num_rows + row) * width : (num_rows + row + 1) * width]
+        stands, is_end, can_be_drawn = (found[(part * num_rows + row) * width :][:width] for part in range(3))
         for k in range(width):
+            if not can_be_drawn[k]:
+                raise RuntimeError(
+                    f"Token {sequences.lengths[row] + k} cannot be drawn: the target's logits there are NaN or "
+                    "infinite, or its processors left none. Try another dtype for the target, or other options."
+                )
             num_new[row] = k + 1
             stopped[row] = is_end[k] or sequences.lengths[row] + k + 1 >= limit
             rejected[row] = k < width - 1 and not stands[k]
