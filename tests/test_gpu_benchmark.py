@@ -4,7 +4,9 @@
 
 import itertools
 import json
+import os
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -49,10 +51,30 @@ def test_it_runs_end_to_end(monkeypatch, tmp_path, capsys):
     sizes = ["--batch-sizes", "1", "2", "--prompt-length", "8", "--max-new-tokens", "16", "--repeats", "1"]
     gpu.main(["--shape", "tiny", "--device", "cpu", "--dtype", "float32", *sizes, "--output", str(output)])
     found = json.loads(output.read_text())["batches"]
-    ways = [gpu.PLAIN, gpu.COMPILED, gpu.PAPER, gpu.OURS, gpu.GRAPHS, gpu.TREE]
+    ways = [gpu.PLAIN, gpu.COMPILED, gpu.PAPER, gpu.OURS, gpu.GRAPHS, gpu.TREE, *gpu.SAMPLED]
     assert list(found["1"]["tokens_per_second"]) == ways
     assert list(found["2"]["tokens_per_second"]) == [way for way in ways if way not in (gpu.PAPER, gpu.TREE)]
     assert all(rate > 0 for batch in found.values() for rates in batch["tokens_per_second"].values() for rate in rates)
-    assert phases, "nothing was captured"
+    assert {phase.warpers is None for phase in phases} == {True, False}, "greedy or sampled rounds were not captured"
     printed = capsys.readouterr().out
     assert "to paper's" in printed and "over its three passes" in printed
+
+
+def test_kernels_are_held_against_torch():
+    pytest.importorskip("triton")
+    code = """if True:
+        import json, torch, gpu
+        pair = gpu.make_pair("tiny", "cpu", torch.float32)
+        print(json.dumps(gpu.check_kernels(*pair, num_rows=3)))
+    """
+    # Triton's interpreter must be on before Triton is imported.
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(gpu.__file__).parent,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["other_tokens"] == 0 and found["largest_difference"] < 1e-5
