@@ -176,13 +176,16 @@ class DominoDecodingMixin:
 
     def use_cuda_graphs(self, enabled: bool = True, input_table: bool = False):
         """
-        Have greedy rounds on a GPU replay their draft phase as one CUDA graph, with Triton kernels for the head where
-        Triton is installed. The output stays the target's own.
+        Have rounds on a GPU replay their draft phase as one CUDA graph, with Triton kernels for the head where Triton
+        is installed. The output stays the target's own, or distributed as its own where it is sampled.
 
-        It serves calls without sampling, logits processors and an adaptive draft length, with a limit to the answer,
-        a draft without adapters, and target and draft on one GPU; other calls go on as they are. A graph is captured
-        at the second round of the first call of its kind (batch size, number of proposals, length up to a multiple of
-        512), and kept with its memory as long as target and draft are.
+        It serves calls with a limit to the answer, a draft without adapters, and target and draft on one GPU. Sampling
+        by temperature, by top-k, top-p, min-p, typical and epsilon cut-offs, and renormalised, is part of the graph;
+        calls with other logits processors (penalties, eta cut-offs), an adaptive draft length or trees go on as they
+        are. A graph is captured at the second round of the first call of its kind (batch size, number of proposals,
+        length up to a multiple of 512, way to choose tokens), and kept with its memory as long as target and draft are,
+        of the last four ways to choose. Where tokens are sampled it holds their probabilities: 4 bytes for each row,
+        proposal and id of the vocabulary.
 
         Args:
             enabled (`bool`): `False` goes back to how it was.
