@@ -111,6 +111,14 @@ def test_where_the_draft_is_always_wrong_it_is_left_out(clock):
     assert widths.count(1) > 110
 
 
+def test_a_draft_that_comes_right_is_followed_at_once(clock):
+    generate = timed_pair(clock, 1.0, 0.05, 0.3, set(range(PROMPT + 80)))
+    widths, drafted = generate(num_assistant_tokens_schedule="heuristic")
+    # The 97th round looks whether it pays by now, and the 22 tokens that are left then take four more.
+    assert drafted[-5:] == [len(widths) + number for number in range(-4, 1)]
+    assert len(widths) < 105
+
+
 def test_where_the_draft_is_always_right_and_width_is_cheap_whole_blocks_are_offered(clock):
     generate = timed_pair(clock, 1.0, 0.001, 0.1, set())
     generate(num_assistant_tokens_schedule="heuristic")
@@ -167,20 +175,32 @@ def test_calls_share_what_they_know_of_a_pair_and_forget_it_with_either_model():
 
 
 def test_a_draft_is_given_some_rounds_before_it_is_judged_and_may_win_its_place_back():
-    known = Experience()
+    known, passes = Experience(), [1.0, 1.5, 4.0]
     for _ in range(15):
-        known.add_drafted(1, seconds=1.0, gain=0.0)
-        assert known.pays(1, seconds_per_token=1.0)
-    known.add_drafted(1, seconds=1.0, gain=0.0)
-    assert not known.pays(1, seconds_per_token=1.0)
+        known.add_drafted(1, seconds=0.5, num_proposals=1, gain=0.0)
+        assert known.pays(1, 1.0, passes)
+    known.add_drafted(1, seconds=0.5, num_proposals=1, gain=0.0)
+    assert not known.pays(1, 1.0, passes)
     for _ in range(20):
-        known.add_drafted(1, seconds=1.0, gain=2.0)
-    assert known.pays(1, seconds_per_token=1.0)
-    first, later = Experience(), Experience()
-    for known, gains in ((first, [0.0] + 19 * [1.2]), (later, 19 * [1.2] + [0.0])):
-        for gain in gains:
-            known.add_drafted(1, seconds=1.0, gain=gain)
-    assert first.pays(1, 1.0) and later.pays(1, 1.0), "no single round rules, be it the first"
+        known.add_drafted(1, seconds=0.5, num_proposals=1, gain=2.0)
+    # 40 tokens of 32 rounds, each of them a second; drafting and a wider pass took a second a round.
+    assert known.pays(1, 1.0, passes) and not known.pays(1, 0.79, passes)
+    # Of a batch every row gains. What its drafting took is not known; that of the nearest size is.
+    assert known.pays(2, 0.79, passes)
+    # Half of the rounds had two proposals, for which this call's passes take longer.
+    for _ in range(16):
+        known.add_drafted(1, seconds=0.5, num_proposals=2, gain=2.0)
+    assert known.pays(1, 1.13, passes) and not known.pays(1, 1.12, passes)
+    assert known.pays(1, 0.51, passes[:2]), "a call of fewer proposals"
+
+
+@pytest.mark.parametrize("place", [0, 10, 19])
+def test_no_single_round_rules(place):
+    idle, slow = Experience(), Experience()
+    for number in range(20):
+        idle.add_drafted(1, 1.0, 0, gain=1.2 * (number != place))
+        slow.add_drafted(1, 1.0 if number != place else 60.0, 0, gain=1.2)
+    assert idle.pays(1, 1.0, [1.0]) and slow.pays(1, 1.0, [1.0])
 
 
 SURE, UNSURE = torch.tensor([[9.0, 0.0, 0.0]]), torch.zeros(1, 96)

@@ -2751,8 +2751,8 @@ from transformers import GenerationConfig, PreTrainedModel
 _EXPLORE_EVERY = 32
 # Passes of a width before its time is believed, and how many of the last ones it is taken from.
 _ENOUGH, _RECENT = 3, 9
-# Drafted rounds before it is believed that they do not pay, and the least weight of a new one in their average.
-_SEEN_ENOUGH, _FRESH = 16, 0.05
+# Drafted rounds before it is believed that they do not pay, and how many of the last ones are looked at.
+_SEEN_ENOUGH, _JUDGED = 16, 32
 # Proposals of a bin of confidences that are remembered; older ones count for half, and less.
 _BINS, _REMEMBERED = 10, 400
 
@@ -2774,9 +2774,9 @@ class Experience:
         self._hits, self._trials = [0.0] * _BINS, [0.0] * _BINS
         # Of trees: proposals taken, and how many the draft expected.
         self._accepted, self._expected = 0.0, 0.0
-        # Of drafted rounds: seconds that drafting took, by rows of the batch, and tokens gained in each row.
-        self._cost: dict[int, _Average] = {}
-        self._gain = _Average()
+        # Of the last drafted rounds: seconds of drafting, by rows of the batch; proposals and tokens gained, of a row.
+        self._drafting: dict[int, deque[float]] = {}
+        self._drafted: deque[tuple[int, float]] = deque(maxlen=_JUDGED)
 
     @classmethod
     def of(cls, target: PreTrainedModel, draft: PreTrainedModel) -> "Experience":
@@ -2835,19 +2835,26 @@ class Experience:
         """What the draft's confidences in the proposals of trees are to be multiplied by."""
         return (self._accepted + 4) / (self._expected + 4)
 
-    def add_drafted(self, num_rows: int, seconds: float, gain: float):
-        """Drafting and the wider pass took `seconds` of a round, and gained `gain` tokens in each row."""
+    def add_drafted(self, num_rows: int, seconds: float, num_proposals: int, gain: float):
+        """Drafting took `seconds` of a round, and its `num_proposals` gained `gain` tokens in each row."""
         with self._lock:
-            self._cost.setdefault(num_rows, _Average()).add(seconds)
-            self._gain.add(gain)
+            self._drafting.setdefault(num_rows, deque(maxlen=_RECENT)).append(seconds)
+            self._drafted.append((num_proposals, gain))
 
-    def pays(self, num_rows: int, seconds_per_token: float) -> bool:
-        """Whether a drafted round gained more time than it took, the last times; assumed at first."""
+    def pays(self, num_rows: int, seconds_per_token: float, passes: Sequence[float]) -> bool:
+        """
+        Whether drafted rounds gained more time than they took, the last times; assumed at first. `passes`: seconds of
+        the pass with no proposal, one, and so on.
+        """
         with self._lock:
-            if self._gain.count < _SEEN_ENOUGH:
+            if len(self._drafted) < _SEEN_ENOUGH:
                 return True
-            nearest = min(self._cost, key=lambda rows: abs(rows - num_rows))
-            return self._gain.value * num_rows * seconds_per_token > self._cost[nearest].value
+            nearest = min(self._drafting, key=lambda rows: abs(rows - num_rows))
+            # Not their mean: the first round of a process may take seconds.
+            drafting = statistics.median(self._drafting[nearest])
+            wider = statistics.fmean(passes[min(count, len(passes) - 1)] - passes[0] for count, _ in self._drafted)
+            gain = statistics.fmean(gain for _, gain in self._drafted)
+            return gain * num_rows * seconds_per_token > drafting + wider
 
 
 def _between(known: list[tuple[int, float]], width: int, hopeful: bool) -> float:
@@ -2863,17 +2870,6 @@ def _between(known: list[tuple[int, float]], width: int, hopeful: bool) -> float
 
 def _bin(confidence: float) -> int:
     return min(int(confidence * _BINS), _BINS - 1)
-
-
-class _Average:
-    """Of all numbers at first, so that the first of them does not rule, then mostly of the latest."""
-
-    def __init__(self):
-        self.value, self.count = 0.0, 0
-
-    def add(self, number: float):
-        self.count += 1
-        self.value += max(1 / self.count, _FRESH) * (number - self.value)
 
 
 class Schedule:
@@ -2914,6 +2910,8 @@ class Schedule:
             "heuristic_transient",
         )
         self._round = 0
+        # Whether the last round was drafted and gained more time than it took.
+        self._won = False
         self._started, self._tokens = time.perf_counter(), 0
         # Of the current round: seconds that a token is worth, and of the pass with no proposal, one, and so on, once
         # they are known.
@@ -2947,7 +2945,8 @@ class Schedule:
         self._worth = self._costs[0] / num_rows
         if self._tokens:
             self._worth = min(self._worth, (time.perf_counter() - self._started) / self._tokens)
-        if self._explores or self.experience.pays(num_rows, self._worth):
+        # Where a round wins against what is known, the text may have turned: the next one drafts as well.
+        if self._explores or self._won or self.experience.pays(num_rows, self._worth, self._costs):
             return self.num_proposals
         return 0
 
@@ -3011,6 +3010,7 @@ class Schedule:
         if not self.adapts:
             return
         self.experience.add_pass(rows * (num_proposals + 1), verify_seconds)
+        self._won = False
         if draft_seconds == 0:
             return
         for row, (count, rejected) in enumerate(zip(verified.num_new, verified.rejected, strict=True)):
@@ -3018,9 +3018,10 @@ class Schedule:
             self.experience.add_proposals(confidences, count - 1, rejected)
         if self._expected:
             self.experience.add_tree(self._expected, tokens - 1)
+        self.experience.add_drafted(rows, draft_seconds, num_proposals, tokens / rows - 1)
         if self._costs is not None:
-            draft_seconds += self._costs[num_proposals] - self._costs[0]
-        self.experience.add_drafted(rows, draft_seconds, tokens / rows - 1)
+            took = draft_seconds + self._costs[num_proposals] - self._costs[0]
+            self._won = (tokens - rows) * self._worth > took
 
 
 # Copyright 2026 The domino_spec authors.
