@@ -7,8 +7,13 @@ from torch.nn import functional as F
 
 
 def draw(probabilities: torch.Tensor) -> torch.LongTensor:
-    """One token `[g]` from each of `probabilities` `[g, V]`, which need not add up to 1."""
-    return torch.multinomial(probabilities, 1)[:, 0]
+    """
+    One token `[g]` from each of `probabilities` `[g, V]`, which need not add up to 1; any token where they are NaN.
+
+    It is the token that `torch.multinomial` draws. That judges the probabilities as well, for which it waits for the
+    device, or lets the device end the process.
+    """
+    return (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1)
 
 
 def draw_with(noise: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.LongTensor]:

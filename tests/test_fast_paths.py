@@ -265,9 +265,21 @@ def test_verification_at_once_commits_what_token_by_token_does(seed):
                 assert torch.equal(one[row], other[row])
 
 
-@pytest.mark.parametrize(("num_rows", "tree"), [(1, 0), (3, 0), (1, 15)])
-def test_a_round_waits_for_the_device_once(target, num_rows, tree, monkeypatch):
+@pytest.mark.parametrize(
+    ("num_rows", "tree", "options"),
+    [
+        (1, 0, {"do_sample": False}),
+        (3, 0, {"do_sample": False}),
+        (1, 15, {"do_sample": False}),
+        (1, 0, {"do_sample": True}),
+        (3, 0, {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9}),
+    ],
+)
+def test_a_round_waits_for_the_device_once(target, num_rows, tree, options, monkeypatch):
     """Whatever brings numbers to the host is counted, in our modules and in what of the host's they call."""
+    monkeypatch.setattr(verification, "is_far", lambda device: True)
+    # It waits inside of torch.
+    monkeypatch.setattr(torch, "multinomial", None)
     draft, ids = make_draft(target), random_tokens(num_rows, 9)
     draft.use_tree(tree)
     waits, counting = Counter(), False
@@ -300,6 +312,6 @@ def test_a_round_waits_for_the_device_once(target, num_rows, tree, monkeypatch):
 
     monkeypatch.setattr(loop._Decoding, "propose", propose)
     monkeypatch.setattr(loop._Decoding, "result", result)
-    target.generate(ids, assistant_model=draft, max_new_tokens=20, do_sample=False)
+    target.generate(ids, assistant_model=draft, max_new_tokens=20, **options)
     assert rounds["all"] > 5
     assert sum(waits.values()) <= rounds["all"], dict(waits)

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from domino_spec.generation import verification
-from domino_spec.generation.sampling import accept_or_draw
+from domino_spec.generation.sampling import accept_or_draw, draw
 from domino_spec.generation.sequences import Proposal, Sequences
 from domino_spec.generation.verification import verify
 
@@ -228,8 +228,10 @@ def test_answers_that_are_verified_at_once_are_distributed_so_too(pair, name, as
     assert bool(as_if_far) == (name != "end token")
 
 
+@pytest.mark.parametrize("far", [False, True], ids=["one by one", "at once"])
 @pytest.mark.parametrize("reached", [False, True], ids=["not reached", "reached"])
-def test_logits_that_are_no_numbers_matter_only_where_a_token_is_drawn_from_them(as_if_far, reached):
+def test_logits_that_are_no_numbers_matter_only_where_a_token_is_drawn_from_them(far, reached, monkeypatch):
+    monkeypatch.setattr(verification, "is_far", lambda device: far)
     torch.manual_seed(0)
     logits = torch.randn(2, 3, VOCAB)
     logits[0, 2, 4] = torch.nan
@@ -252,7 +254,15 @@ def test_logits_that_are_no_numbers_matter_only_where_a_token_is_drawn_from_them
     else:
         # The other row has ended before.
         assert verify(*arguments).num_new == [1, 0]
-    assert as_if_far
+
+
+def test_a_draw_is_that_of_multinomial():
+    probabilities = torch.rand(50, 1000, generator=torch.Generator().manual_seed(0))
+    probabilities[:, ::2] = 0
+    torch.manual_seed(3)
+    expected = torch.multinomial(probabilities, 1)[:, 0]
+    torch.manual_seed(3)
+    assert draw(probabilities).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("lockstep", [False, True], ids=["ragged", "lockstep"])

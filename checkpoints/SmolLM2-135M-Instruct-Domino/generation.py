@@ -1284,8 +1284,13 @@ from torch.nn import functional as F
 
 
 def draw(probabilities: torch.Tensor) -> torch.LongTensor:
-    """One token `[g]` from each of `probabilities` `[g, V]`, which need not add up to 1."""
-    return torch.multinomial(probabilities, 1)[:, 0]
+    """
+    One token `[g]` from each of `probabilities` `[g, V]`, which need not add up to 1; any token where they are NaN.
+
+    It is the token that `torch.multinomial` draws. That judges the probabilities as well, for which it waits for the
+    device, or lets the device end the process.
+    """
+    return (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1)
 
 
 def draw_with(noise: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.LongTensor]:
@@ -2336,6 +2341,10 @@ def verify(
         if choices is not None:
             tokens = choices[index, k]
             return tokens, [matches[row][k] for row in members] if k < num_proposals else [False] * len(members)
+        if do_sample:
+            for row, drawable in zip(members, _are_drawable(scores).tolist(), strict=True):
+                if not (drawable or stopped[row]):
+                    raise _nothing_to_draw(sequences.lengths[row] + k)
         if k == num_proposals:
             tokens = draw(scores.softmax(-1)) if do_sample else scores.argmax(-1)
             return tokens, [False] * len(members)
@@ -2423,7 +2432,7 @@ def _verify_at_once(
     drawable = torch.ones(num_rows, width, dtype=torch.bool, device=scores.device)
     if do_sample:
         # What is never reached may be anything: other tokens than these might have come before it.
-        drawable = scores.amax(-1).isfinite()
+        drawable = _are_drawable(scores)
         scores = torch.where(drawable[..., None], scores, 0)
     choices, stand = _choices(proposal, scores, do_sample)
     matches, ends = torch.zeros_like(choices, dtype=torch.bool), torch.zeros_like(choices, dtype=torch.bool)
@@ -2447,10 +2456,7 @@ def _verify_at_once(
         stands, is_end, can_be_drawn = (found[(part * num_rows + row) * width :][:width] for part in range(3))
         for k in range(width):
             if not can_be_drawn[k]:
-                raise RuntimeError(
-                    f"Token {sequences.lengths[row] + k} cannot be drawn: the target's logits there are NaN or "
-                    "infinite, or its processors left none. Try another dtype for the target, or other options."
-                )
+                raise _nothing_to_draw(sequences.lengths[row] + k)
             num_new[row] = k + 1
             stopped[row] = is_end[k] or sequences.lengths[row] + k + 1 >= limit
             rejected[row] = k < width - 1 and not stands[k]
@@ -2458,6 +2464,18 @@ def _verify_at_once(
                 break
     kept = [scores[:, k] for k in range(max(num_new))] if keep_scores else []
     return Verification(num_new, stopped, rejected, is_finite, kept)
+
+
+def _are_drawable(scores: torch.Tensor) -> torch.BoolTensor:
+    """Which of processed scores `[..., V]` are a distribution."""
+    return scores.amax(-1).isfinite()
+
+
+def _nothing_to_draw(place: int) -> RuntimeError:
+    return RuntimeError(
+        f"Token {place} cannot be drawn: the target's logits there are NaN or infinite, or its processors left none. "
+        "Try another dtype for the target, or other options."
+    )
 
 
 def _choices(proposal: Proposal, scores: torch.Tensor, do_sample: bool) -> tuple[torch.LongTensor, torch.BoolTensor]:
